@@ -1,0 +1,1 @@
+"""Megatron: GPT and BERT with intra-layer (tensor) model parallelism. Importing it loads nothing; import the rooms."""

@@ -1,0 +1,1 @@
+"""Ground floor: standard library only. Formulas, configs, atomic files, collected complaints."""

@@ -1,0 +1,23 @@
+"""Complaints about what a user asked for, collected so that all of them are told at once."""
+
+from collections.abc import Iterable
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a request, one sentence each in `problems`."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+def raise_joined(problems: Iterable[str]) -> None:
+    """Raise one `ConfigError` with all `problems`; do nothing when there are none."""
+    found = list(problems)
+    if found:
+        raise ConfigError(found)
+
+
+def problems_of(error: ValueError) -> list[str]:
+    """The sentences that `error` carries: a `ConfigError`'s own list, else its text as one."""
+    return error.problems if isinstance(error, ConfigError) else [str(error)]

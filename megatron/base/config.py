@@ -1,0 +1,83 @@
+"""The base of every config: a frozen dataclass whose fields are flags and which checks itself."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.base.complaints import raise_joined
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A frozen dataclass that raises `ConfigError` with everything in `problems()` when it is made."""
+
+    def __post_init__(self) -> None:
+        raise_joined(self.problems())
+
+    def problems(self) -> list[str]:
+        """One sentence for each thing that is wrong: the flag, its value, what is accepted."""
+        return []
+
+
+@dataclasses.dataclass(frozen=True)
+class FlagInfo:
+    """What a command line needs to know about a field beyond its name, type and default."""
+
+    doc: str
+    choices: tuple[Any, ...] | None = None
+    aliases: tuple[str, ...] = ()
+
+
+def flag(default: Any, doc: str, *, choices: Sequence[Any] | None = None, aliases: Sequence[str] = ()) -> Any:
+    """A config field that becomes the flag `--its-name`.
+
+    Args:
+        default: the value where nothing is given. `dataclasses.MISSING` makes the field obligatory.
+        doc: one line, reused as `--help`.
+        choices: the values accepted; checked by `choice_problems`.
+        aliases: older names of the flag, without the dashes in front.
+    """
+    info = FlagInfo(doc, tuple(choices) if choices is not None else None, tuple(aliases))
+    return dataclasses.field(default=default, metadata={"flag": info})
+
+
+def flag_info(field: dataclasses.Field[Any]) -> FlagInfo | None:
+    """The `FlagInfo` of a field made by `flag`, None for any other field."""
+    return field.metadata.get("flag")
+
+
+def flag_name(field_name: str) -> str:
+    """`micro_batch_size` -> `--micro-batch-size`."""
+    return "--" + field_name.replace("_", "-")
+
+
+def choice_problems(config: Config) -> list[str]:
+    """A sentence for each field of `config` whose value is not one of its choices."""
+    problems = []
+    for field in dataclasses.fields(config):
+        info, value = flag_info(field), getattr(config, field.name)
+        if info is not None and info.choices is not None and value not in info.choices:
+            accepted = ", ".join(map(str, info.choices))
+            problems.append(f"{flag_name(field.name)} {value}: accepted are {accepted}")
+    return problems
+
+
+def minimum_problems(config: Config, minimum: float, *names: str) -> list[str]:
+    """A sentence for each named field that is a number below `minimum` or not finite; fields that are None pass."""
+    problems = []
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and (not math.isfinite(value) or value < minimum):
+            problems.append(f"{flag_name(name)} {value}: it must be at least {minimum:g}")
+    return problems
+
+
+def range_problems(config: Config, low: float, high: float, *names: str) -> list[str]:
+    """A sentence for each named field outside `low <= value < high`; fields that are None pass."""
+    problems = []
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not low <= value < high:
+            problems.append(f"{flag_name(name)} {value}: it must be at least {low:g} and below {high:g}")
+    return problems

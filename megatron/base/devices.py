@@ -1,0 +1,21 @@
+"""What accelerators can do at best, by the name that their driver reports."""
+
+# Dense peak of the matrix units in 10^12 operations a second, from the makers' data sheets: (16-bit, float32).
+_PEAK_TERAFLOPS: tuple[tuple[str, float, float], ...] = (
+    ("V100", 125.0, 15.7),
+    ("A100", 312.0, 19.5),
+    ("H100 PCIe", 756.0, 51.0),
+    ("H100", 989.0, 67.0),
+    ("H200", 989.0, 67.0),
+)
+
+
+def peak_flops(device_name: str, dtype_bytes: int) -> float | None:
+    """Peak floating-point operations a second of one device, None where the device or the dtype is not known.
+
+    `dtype_bytes` is the size of the numbers multiplied: 2 for float16 and bfloat16, 4 for float32 (without TF32).
+    """
+    for name, half, single in _PEAK_TERAFLOPS:
+        if name in device_name:
+            return {2: half * 1e12, 4: single * 1e12}.get(dtype_bytes)
+    return None

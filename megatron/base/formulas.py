@@ -1,0 +1,68 @@
+"""The formulas of the papers, each written once: parameters and floating-point operations of a transformer.
+
+Letters: `B` global batch (samples), `s` sequence, `l` layers, `h` hidden, `f` ffn size, `V` vocabulary.
+"""
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
+    """`vocab_size` rounded up to a multiple of `divisible_by * tensor_parallel_size`."""
+    multiple = divisible_by * tensor_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def layer_parameters(h: int, f: int | None = None, projection: int | None = None) -> int:
+    """Parameters of one transformer layer: two norms, attention and MLP, with all biases.
+
+    `f` is the inner size of the MLP (default 4h), `projection` heads times head size (default h). At the defaults this
+    is `12 h^2 + 13 h` (arXiv:2104.04473, section 3, per layer).
+    """
+    f = 4 * h if f is None else f
+    a = h if projection is None else projection
+    attention = (3 * a * h + 3 * a) + (a * h + h)
+    mlp = (f * h + f) + (h * f + h)
+    return attention + mlp + 2 * (2 * h)
+
+
+def gpt_parameters(
+    l: int,  # noqa: E741
+    h: int,
+    V: int,
+    positions: int,
+    f: int | None = None,
+    projection: int | None = None,
+    final_norm: bool = True,
+) -> int:
+    """Parameters of a GPT with tied output embedding and learned positions, exactly.
+
+    The published `12 l h^2 (1 + 13/(12h) + (V+s)/(12 l h))` (arXiv:2104.04473, equation 2) leaves out the 2h of the
+    final norm, which is counted here unless `final_norm` is false.
+    """
+    return l * layer_parameters(h, f, projection) + (V + positions) * h + (2 * h if final_norm else 0)
+
+
+def layer_forward_flops(s: int, h: int, f: int | None = None, projection: int | None = None) -> int:
+    """Floating-point operations of one layer's forward pass over one sequence; a multiply-add counts two.
+
+    At the defaults `24 s h^2 + 4 s^2 h` (arXiv:2104.04473, appendix): the products with the four matrices, and the
+    scores and their product with the values (counted in full, causal or not, as the paper does).
+    """
+    f = 4 * h if f is None else f
+    a = h if projection is None else projection
+    return 2 * s * (4 * a * h + 2 * f * h) + 4 * s * s * a
+
+
+def model_flops(
+    B: int,
+    s: int,
+    l: int,  # noqa: E741
+    h: int,
+    V: int,
+    f: int | None = None,
+    projection: int | None = None,
+) -> int:
+    """Floating-point operations that the model needs for one iteration, forward and backward, nothing recomputed.
+
+    At the defaults `72 B s l h^2 (1 + s/(6h) + V/(12 l h))` (arXiv:2104.04473, equation 3 without recomputation).
+    The backward pass counts twice the forward.
+    """
+    return 3 * B * (l * layer_forward_flops(s, h, f, projection) + 2 * s * h * V)
