@@ -29,7 +29,13 @@ class FlagInfo:
     aliases: tuple[str, ...] = ()
 
 
-def flag(default: Any, doc: str, *, choices: Sequence[Any] | None = None, aliases: Sequence[str] = ()) -> Any:
+def flag(
+    default: Any,
+    doc: str,
+    *,
+    choices: Sequence[Any] | None = None,
+    aliases: Sequence[str] = (),
+) -> Any:
     """A config field that becomes the flag `--its-name`.
 
     Args:
@@ -38,7 +44,9 @@ def flag(default: Any, doc: str, *, choices: Sequence[Any] | None = None, aliase
         choices: the values accepted; checked by `choice_problems`.
         aliases: older names of the flag, without the dashes in front.
     """
-    info = FlagInfo(doc, tuple(choices) if choices is not None else None, tuple(aliases))
+    info = FlagInfo(
+        doc, tuple(choices) if choices is not None else None, tuple(aliases)
+    )
     return dataclasses.field(default=default, metadata={"flag": info})
 
 
@@ -69,7 +77,9 @@ def minimum_problems(config: Config, minimum: float, *names: str) -> list[str]:
     for name in names:
         value = getattr(config, name)
         if value is not None and (not math.isfinite(value) or value < minimum):
-            problems.append(f"{flag_name(name)} {value}: it must be at least {minimum:g}")
+            problems.append(
+                f"{flag_name(name)} {value}: it must be at least {minimum:g}"
+            )
     return problems
 
 
@@ -79,5 +89,7 @@ def range_problems(config: Config, low: float, high: float, *names: str) -> list
     for name in names:
         value = getattr(config, name)
         if value is not None and not low <= value < high:
-            problems.append(f"{flag_name(name)} {value}: it must be at least {low:g} and below {high:g}")
+            problems.append(
+                f"{flag_name(name)} {value}: it must be at least {low:g} and below {high:g}"
+            )
     return problems

@@ -1,0 +1,223 @@
+"""The command line: flags generated from the fields of configs, a YAML file of the same names, all complaints at once."""
+
+import argparse
+import dataclasses
+import difflib
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import yaml
+
+from megatron.base.complaints import ConfigError
+from megatron.base.compose import (
+    Composed,
+    ComposedConfig,
+    Invalid,
+    Made,
+    compose,
+    make_section,
+    section_types,
+)
+from megatron.base.config import Config, flag_info, flag_name
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` that knows no abbreviations and raises `ConfigError` where the usual one exits."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(
+            allow_abbrev=False,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            **options,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError([message])
+
+
+def _plain_type(annotation: Any) -> tuple[type, bool]:
+    """The type of one value and whether there are several: `int | None` -> (int, False), `tuple[str, ...]` -> (str, True)."""
+    if isinstance(annotation, types.UnionType):
+        annotation = next(
+            a for a in typing.get_args(annotation) if a is not types.NoneType
+        )
+    if typing.get_origin(annotation) in (list, tuple):
+        return typing.get_args(annotation)[0], True
+    return annotation, False
+
+
+def _reader(name: str, kind: type) -> Callable[[str], Any]:
+    """A function that reads one value of flag `name` and returns `Invalid` where it cannot."""
+
+    def read(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            return Invalid(
+                f"{name} {text}: it must be {'a whole number' if kind is int else 'a number'}"
+            )
+
+    return read
+
+
+def add_config_flags(
+    parser: argparse.ArgumentParser, config_class: type[Config]
+) -> None:
+    """Add a flag for each field of `config_class` that was made by `base.config.flag`, in a group of its own.
+
+    Fields that are bool become `--name` and `--no-name`; fields that are lists or tuples take several values.
+    Nothing is filled in for a flag that is not given: the config's own defaults stand.
+    """
+    group = parser.add_argument_group(
+        (config_class.__doc__ or config_class.__name__).split("\n")[0].rstrip(".")
+    )
+    for field in dataclasses.fields(config_class):
+        info = flag_info(field)
+        if info is None:
+            continue
+        names = [flag_name(field.name), *("--" + alias for alias in info.aliases)]
+        help_text = info.doc.replace("%", "%%") + _default_text(field)
+        kind, several = _plain_type(field.type)
+        shared: dict[str, Any] = {
+            "dest": field.name,
+            "default": argparse.SUPPRESS,
+            "help": help_text,
+        }
+        if kind is bool:
+            group.add_argument(*names, action=argparse.BooleanOptionalAction, **shared)
+        else:
+            group.add_argument(
+                *names,
+                type=_reader(names[0], kind),
+                nargs="+" if several else None,
+                **shared,
+            )
+
+
+def _default_text(field: dataclasses.Field[Any]) -> str:
+    if field.default is dataclasses.MISSING:
+        return " (obligatory)"
+    return (
+        ""
+        if field.default is None
+        else f" (default: {str(field.default).replace('%', '%%')})"
+    )
+
+
+def config_from_namespace(
+    config_class: type[Made], namespace: argparse.Namespace
+) -> Made:
+    """The config whose flags `add_config_flags` added, from what was parsed; raises `ConfigError` with all complaints."""
+    return make_section(config_class, _field_values(namespace))
+
+
+def _field_values(namespace: argparse.Namespace) -> dict[str, Any]:
+    """What was given, several values as a tuple, or as the first `Invalid` among them."""
+    values = dict(vars(namespace))
+    for name, value in values.items():
+        if isinstance(value, list):
+            values[name] = next(
+                (v for v in value if isinstance(v, Invalid)), tuple(value)
+            )
+    return values
+
+
+def unknown_flag_problems(extras: Iterable[str], parser: argparse.ArgumentParser) -> list[str]:
+    """A sentence for each argument that no flag took, with the nearest flag that there is."""
+    known = [option for action in parser._actions for option in action.option_strings]
+    problems: list[str] = []
+    for extra in extras:
+        if not extra.startswith("-") and problems:
+            continue  # the value of an unknown flag, told already
+        name = extra.split("=")[0]
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f", the nearest is {near[0]}" if near else ""
+        problems.append(f"{name} is not known{hint}; --help lists all flags")
+    return problems
+
+
+def flags_from_yaml(path: str) -> list[str]:
+    """The content of a YAML file of `name: value` lines as command-line words, so that both are read alike.
+
+    Names are the flags' own, with `-` or `_`; true and false give `--name` and `--no-name`, null gives nothing, a list
+    gives several values. Raises `ConfigError` naming the file where it is absent or not such a mapping.
+    """
+    try:
+        with open(path, encoding="utf-8") as stream:
+            content = yaml.safe_load(stream) or {}
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            [f"--config {path}: it cannot be read ({' '.join(str(error).split())})"]
+        ) from error
+    if not isinstance(content, dict):
+        raise ConfigError(
+            [f"--config {path}: it must be a mapping of flag names to values"]
+        )
+    words: list[str] = []
+    for key, value in content.items():
+        words += _yaml_words(str(key).replace("_", "-"), value)
+    return words
+
+
+def _yaml_words(name: str, value: Any) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    if isinstance(value, list):
+        return [f"--{name}", *map(str, value)]
+    return [f"--{name}={value}"]
+
+
+def _parser_of(composed: type[ComposedConfig], prog: str | None) -> Parser:
+    parser = Parser(prog=prog, description=(composed.__doc__ or "").split("\n")[0])
+    parser.add_argument(
+        "--config",
+        metavar="FILE.yaml",
+        help="flags from a file; those on the command line win",
+    )
+    for config_class in section_types(composed).values():
+        add_config_flags(parser, config_class)
+    for name, reason in composed.ignored_flags.items():
+        parser.add_argument(
+            "--" + name, action="store_true", help=f"accepted and ignored: {reason}"
+        )
+    # torch.distributed.launch passes it; the environment says the same.
+    parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)
+    return parser
+
+
+def _with_config_file(words: list[str]) -> list[str]:
+    """`words` behind those of the file that `--config` names, so that the command line wins."""
+    parser = Parser(add_help=False)
+    parser.add_argument("--config")
+    path = parser.parse_known_args(words)[0].config
+    return words if path is None else flags_from_yaml(path) + words
+
+
+def parse_composed(
+    composed: type[Composed],
+    argv: Sequence[str] | None = None,
+    *,
+    world_size: int | None = None,
+    prog: str | None = None,
+) -> Composed:
+    """Read the command line (`sys.argv` where `argv` is None) and `--config FILE.yaml` into a composed config.
+
+    `world_size` is the number of ranks, from the environment where None. Raises `ConfigError` with every complaint:
+    unknown flags, values that cannot be read, each section's own and those of the combination.
+    """
+    parser = _parser_of(composed, prog)
+    words = list(sys.argv[1:] if argv is None else argv)
+    namespace, extras = parser.parse_known_args(_with_config_file(words))
+    for name, reason in composed.ignored_flags.items():
+        if vars(namespace)[name.replace("-", "_")]:
+            print(f"--{name} is ignored: {reason}", flush=True)
+    ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    return compose(
+        composed, _field_values(namespace), ranks, unknown_flag_problems(extras, parser)
+    )

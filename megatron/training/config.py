@@ -1,0 +1,178 @@
+"""The configs that the training loop reads, and all configs of a run composed, with the complaints of their combination."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+from megatron.base.compose import ComposedConfig
+from megatron.base.config import (
+    Config,
+    choice_problems,
+    flag,
+    flag_name,
+    minimum_problems,
+)
+from megatron.checkpointing.config import CheckpointConfig
+from megatron.data.config import DataConfig
+from megatron.model.config import TransformerConfig
+from megatron.optimizer.config import OptimizerConfig
+from megatron.optimizer.schedule import ScheduleConfig
+from megatron.tokenizer import TokenizerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class DistributedConfig(Config):
+    """How the ranks are laid out and how they talk."""
+
+    tensor_model_parallel_size: int = flag(
+        1,
+        "ranks that share each layer (tensor model parallelism)",
+        aliases=["model-parallel-size"],
+    )
+    distributed_backend: str | None = flag(
+        None,
+        "nccl trains on GPUs, gloo on CPUs; nccl where there is a GPU if not given",
+        choices=[None, "nccl", "gloo"],
+    )
+    distributed_timeout_minutes: float = flag(
+        10.0, "minutes after which a collective that waits for a rank fails"
+    )
+
+    def problems(self) -> list[str]:
+        found = choice_problems(self) + minimum_problems(
+            self, 1, "tensor_model_parallel_size"
+        )
+        return found + minimum_problems(self, 0.01, "distributed_timeout_minutes")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig(Config):
+    """How long to train, on how much at a time, and how often to look."""
+
+    micro_batch_size: int = flag(
+        dataclasses.MISSING,
+        "samples of one forward pass on one rank",
+        aliases=["batch-size"],
+    )
+    train_iters: int = flag(dataclasses.MISSING, "iterations to train in all")
+    global_batch_size: int | None = flag(
+        None,
+        "samples of one iteration over all ranks; micro batch times data-parallel size if not given",
+    )
+    seed: int = flag(1234, "seed of weights, dropout and data order")
+    params_dtype: str = flag(
+        "float32",
+        "number format of weights and arithmetic",
+        choices=["float32", "float64"],
+    )
+    loss_normalization: str = flag(
+        "tokens",
+        "tokens: divide by the counted tokens of the global batch; microbatch: mean of micro-batch means",
+        choices=["tokens", "microbatch"],
+    )
+    eval_interval: int = flag(
+        1000, "iterations between evaluations on the validation set"
+    )
+    eval_iters: int = flag(100, "global batches of one evaluation; 0 for none")
+    eval_at_start: bool = flag(False, "evaluate before the first iteration too")
+    exit_interval: int | None = flag(
+        None, "end the run when the iteration is a multiple of this"
+    )
+
+    def problems(self) -> list[str]:
+        found = choice_problems(self)
+        found += minimum_problems(
+            self,
+            1,
+            "micro_batch_size",
+            "global_batch_size",
+            "eval_interval",
+            "exit_interval",
+        )
+        return found + minimum_problems(self, 0, "train_iters", "eval_iters", "seed")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoggingConfig(Config):
+    """Where progress is written."""
+
+    log_interval: int = flag(100, "iterations between log lines")
+    tensorboard_dir: str | None = flag(
+        None, "folder for TensorBoard scalars; none are written if not given"
+    )
+    metrics_file: str | None = flag(
+        None, "file to which each log line is appended as one JSON object"
+    )
+    progress_bar: bool = flag(False, "show a progress bar")
+
+    def problems(self) -> list[str]:
+        return minimum_problems(self, 1, "log_interval")
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSizes:
+    """The batch of one iteration, resolved: `global_batch_size` = `micro_batch_size` * `num_micro_batches` * `data`."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    num_micro_batches: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig(ComposedConfig):
+    """Everything that a run was asked for, a section for each room that reads it."""
+
+    distributed: DistributedConfig
+    model: TransformerConfig
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    tokenizer: TokenizerConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+
+    # Flags of Megatron-LM that mean nothing here; accepted with a line, so that old scripts start.
+    ignored_flags: ClassVar[Mapping[str, str]] = {
+        "adlr-autoresume": "it belongs to one site's scheduler",
+        "use-cpu-initialization": "weights are always drawn on the CPU, equal for every layout",
+    }
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Replicas of the model in a world of `world_size` ranks."""
+        return world_size // self.distributed.tensor_model_parallel_size
+
+    def batch_sizes(self, world_size: int) -> BatchSizes:
+        """The batch of one iteration; the sizes divide, or `combination_problems` has said so."""
+        micro, data = (
+            self.training.micro_batch_size,
+            self.data_parallel_size(world_size),
+        )
+        total = self.training.global_batch_size or micro * data
+        return BatchSizes(total, micro, total // (micro * data))
+
+    def combination_problems(self, world_size: int) -> list[str]:
+        """What is wrong between sections that are right by themselves."""
+        t = self.distributed.tensor_model_parallel_size
+        found = self.model.tensor_problems(t) + self._batch_problems(world_size)
+        if self.data.seq_length > self.model.max_position_embeddings:
+            found.append(
+                f"--seq-length {self.data.seq_length}: it must not be above "
+                f"--max-position-embeddings {self.model.max_position_embeddings}"
+            )
+        return found
+
+    def _batch_problems(self, world_size: int) -> list[str]:
+        t = self.distributed.tensor_model_parallel_size
+        if world_size % t:
+            return [
+                f"--tensor-model-parallel-size {t}: it must divide the number of ranks, which is {world_size}"
+            ]
+        total, micro = self.training.global_batch_size, self.training.micro_batch_size
+        data = self.data_parallel_size(world_size)
+        if total is not None and total % (micro * data):
+            return [
+                f"--global-batch-size {total}: it must be a multiple of --micro-batch-size {micro} times "
+                f"the data-parallel size {data}"
+            ]
+        return []

@@ -1,0 +1,72 @@
+"""How a run ends when something is wrong: a sentence and exit code 2 for the user's mistakes, one message from all ranks."""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+from torch import distributed as dist
+
+from megatron.base.complaints import problems_of
+
+_KEY = "megatron/first-failure"
+
+# Seconds that ranks other than a node's first leave it to tell a mistake that all of them see alike.
+_SILENT_WAIT = 20.0
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Turn a `ValueError` or `OSError` inside the block into its sentences on stderr and exit code 2.
+
+    For the part of a run where every rank sees the same mistake before any process group exists. Under a launcher only
+    the first rank of each node speaks; the others wait for the launcher to end them, so that it is heard.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if int(os.environ.get("LOCAL_RANK", "0")) != 0:
+            time.sleep(_SILENT_WAIT)
+        else:
+            print_problems(error)
+        raise SystemExit(2) from None
+
+
+def print_problems(error: ValueError | OSError) -> None:
+    """Write the sentences of `error` to stderr, one a line."""
+    problems = problems_of(error) if isinstance(error, ValueError) else [str(error)]
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def shared_failure(store: dist.Store | None, rank: int) -> Iterator[None]:
+    """Make the ranks of a run end with the message of the one that failed first.
+
+    An exception inside the block is offered to `store`, which keeps the first. The rank whose message it is raises on;
+    every other one, which mostly fails because a collective lost its peer, says the first message and exits with 1.
+    A `ValueError` is the user's and ends with exit code 2 on the rank where it is first, said as a sentence.
+    """
+    try:
+        yield
+    except Exception as error:
+        own = f"rank {rank}: {type(error).__name__}: {error}"
+        first = _first_failure(store, own)
+        if first != own:
+            print(f"rank {rank} stops because of {first}", file=sys.stderr, flush=True)
+            raise SystemExit(1) from None
+        if isinstance(error, ValueError):
+            print_problems(error)
+            raise SystemExit(2) from None
+        raise
+
+
+def _first_failure(store: dist.Store | None, own: str) -> str:
+    """The message that `store` has kept, which is `own` where it is the first or the store is gone."""
+    if store is None:
+        return own
+    try:
+        return store.compare_set(_KEY, "", own).decode()
+    except (RuntimeError, OSError):  # the store ended with its host
+        return own

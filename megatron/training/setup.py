@@ -1,0 +1,94 @@
+"""From the environment of a launcher to a device, process groups and seeded generators."""
+
+import contextlib
+import dataclasses
+import datetime
+import os
+from collections.abc import Iterator
+
+import torch
+from torch import distributed as dist
+
+from megatron import mpu
+from megatron.training.config import DistributedConfig
+from megatron.training.failure import shared_failure
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """Where this process stands: its rank of `size`, its device, and the store that the ranks met in (None if adopted)."""
+
+    rank: int
+    size: int
+    device: torch.device
+    store: dist.Store | None
+
+
+def choose_backend(backend: str | None) -> str:
+    """`backend`, or nccl where there is a GPU and gloo elsewhere; asking for nccl without a GPU is a `ValueError`."""
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise ValueError("--distributed-backend nccl: there is no GPU here that PyTorch can use; gloo trains on CPUs")
+    return backend or ("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def bind_device(backend: str) -> torch.device:
+    """The device of this process: the CPU with gloo, else the GPU numbered LOCAL_RANK, made current.
+
+    It must come before the first collective, which would otherwise open every rank's context on GPU 0.
+    """
+    if backend == "gloo":
+        return torch.device("cpu")
+    local_rank, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= there:
+        raise ValueError(f"LOCAL_RANK {local_rank}: this node has {there} GPUs, start at most as many ranks on it")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _meet(backend: str, timeout: datetime.timedelta, device: torch.device) -> dist.Store:
+    """Start `torch.distributed` by the launcher's environment, or as a world of one where there is none."""
+    if "RANK" in os.environ:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    else:
+        store, rank, size = dist.HashStore(), 0, 1
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("process-group", store),
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    return store
+
+
+@contextlib.contextmanager
+def distributed_world(config: DistributedConfig, seed: int) -> Iterator[World]:
+    """Process groups, device and generators for a run; an exception inside the block ends all ranks with its message.
+
+    What the caller has started already (`torch.distributed`, model parallelism of the same size) is adopted and left
+    as it is; what is started here is ended here.
+    """
+    backend = choose_backend(config.distributed_backend)
+    device = bind_device(backend)
+    timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
+    adopted = dist.is_initialized()
+    store = None if adopted else _meet(backend, timeout, device)
+    try:
+        with shared_failure(store, dist.get_rank()):
+            _initialize_model_parallel(config, timeout)
+            mpu.model_parallel_manual_seed(seed)
+            yield World(dist.get_rank(), dist.get_world_size(), device, store)
+    finally:
+        if not adopted:
+            mpu.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+def _initialize_model_parallel(config: DistributedConfig, timeout: datetime.timedelta) -> None:
+    asked = config.tensor_model_parallel_size
+    if not mpu.model_parallel_is_initialized():
+        mpu.initialize_model_parallel(asked, timeout=timeout)
+    elif mpu.get_tensor_model_parallel_world_size() != asked:
+        there = mpu.get_tensor_model_parallel_world_size()
+        raise ValueError(f"--tensor-model-parallel-size {asked}: the groups that exist already are of {there} ranks")
