@@ -1,0 +1,1 @@
+"""Tests on two to eight ranks, reused gloo processes of this machine."""

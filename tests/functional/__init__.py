@@ -1,0 +1,1 @@
+"""Tests of whole runs: parity, resume, examples, what the README shows."""

@@ -1,0 +1,1 @@
+"""Tests that need a GPU; elsewhere they skip and say so."""
