@@ -83,12 +83,11 @@ def test_one_rank_is_a_group_of_one(ranks: Ranks) -> None:
     assert ranks(1, rank_and_sum, 5)[0][:3] == (0, 1, 5.0)
 
 
-@pytest.mark.parametrize("guilty", [0, 1, 2])
-def test_the_first_failing_rank_is_named_with_its_traceback(ranks: Ranks, guilty: int) -> None:
+def test_the_first_failing_rank_is_named_with_its_traceback(ranks: Ranks) -> None:
     with pytest.raises(RankError) as caught:
-        ranks(3, raise_on, guilty)
-    assert caught.value.rank == guilty
-    assert f"ZeroDivisionError: the cause on rank {guilty}" in str(caught.value)
+        ranks(3, raise_on, 1)
+    assert caught.value.rank == 1
+    assert "ZeroDivisionError: the cause on rank 1" in str(caught.value)
     assert "in raise_on" in str(caught.value)
 
 

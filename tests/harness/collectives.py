@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group as resolve_name  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Operator (namespace c10d or _c10d_functional) -> kind, and which of its arguments holds the whole tensor: the gathered
@@ -123,4 +124,4 @@ def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
         if isinstance(value, torch._C.ScriptObject) and "ProcessGroup" in str(value._type()):
             return dist.ProcessGroup.unbox(value)
     names = [value for value in args if isinstance(value, str)]
-    return dist.distributed_c10d._resolve_process_group(names[-1]) if names else None
+    return resolve_name(names[-1]) if names else None

@@ -54,7 +54,7 @@ class _Worker:
         theirs.close()
 
     def receive(self, timeout: float) -> Any:
-        """The next message; RankTimeout or EOFError where none comes."""
+        """The next message; TimeoutError where none comes in time, EOFError where the process is gone."""
         if not self.connection.poll(max(timeout, 0.0)):
             raise TimeoutError
         return self.connection.recv()
@@ -139,7 +139,10 @@ class Ranks:
             new.append(_Worker(Path(self._folder.name), self._started))
             self._workers.append(new[-1])
         for worker in new:
-            assert worker.receive(_START_TIMEOUT) == "ready"
+            try:
+                assert worker.receive(_START_TIMEOUT) == "ready"
+            except (EOFError, ConnectionResetError, TimeoutError) as error:
+                raise RuntimeError(f"{worker.process.name} did not start; see its output") from error
 
     def _collect(self, n: int, timeout: float) -> list[bytes]:
         """Every rank's pickled result; raises for the first failure or when the time is over."""
