@@ -1,0 +1,33 @@
+"""Which tokenizer a run uses: `TokenizerConfig`."""
+
+import dataclasses
+
+from megatron.base.config import Config, choice_problems, flag, flag_name, minimum_problems
+
+# The flags that each type cannot do without.
+NEEDED = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "NullTokenizer": ("vocab_size",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerConfig(Config):
+    """The tokenizer's type and files."""
+
+    tokenizer_type: str = flag("GPT2BPETokenizer", "how text becomes ids", choices=tuple(NEEDED))
+    vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer: a dict from token to id")
+    merge_file: str | None = flag(
+        None, "merges.txt of GPT2BPETokenizer: one pair of tokens a line, most frequent first"
+    )
+    tokenizer_model: str | None = flag(None, "tokenizer.json of HuggingFaceTokenizer")
+    vocab_size: int | None = flag(None, "number of ids of NullTokenizer, the last of which ends a document")
+
+    def problems(self) -> list[str]:
+        found = choice_problems(self) + minimum_problems(self, 1, "vocab_size")
+        missing = [name for name in NEEDED.get(self.tokenizer_type, ()) if getattr(self, name) is None]
+        if missing:
+            needed = " and ".join(flag_name(name) for name in missing)
+            found.append(f"--tokenizer-type {self.tokenizer_type} needs {needed}")
+        return found

@@ -1,0 +1,37 @@
+"""For data that is already ids: text of numbers."""
+
+from collections.abc import Sequence
+
+
+class NullTokenizer:
+    """Text is ids in decimal with blanks between them; of `vocab_size` ids the last one ends a document.
+
+    (Megatron-LM's later tokenizer of this name counts one id more than it is told; here the flag is the number of ids.)
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1
+
+    def tokenize(self, text: str) -> list[int]:
+        """`"5 0 12"` -> [5, 0, 12]; ValueError for anything but ids of the vocabulary."""
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError as error:
+            raise ValueError(f"NullTokenizer takes decimal ids with blanks between them: {error}") from None
+        self._check(ids)
+        return ids
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`tokenize` of each text."""
+        return [self.tokenize(text) for text in texts]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """[5, 0, 12] -> `"5 0 12"`."""
+        self._check(ids)
+        return " ".join(str(i) for i in ids)
+
+    def _check(self, ids: Sequence[int]) -> None:
+        for i in ids:
+            if not 0 <= i < self.vocab_size:
+                raise ValueError(f"id {i}: --vocab-size {self.vocab_size} has ids 0 to {self.vocab_size - 1}")
