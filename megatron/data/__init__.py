@@ -1,1 +1,24 @@
 """Data: token files, sample indices, datasets, samplers and loaders. NumPy first; ranks and ids are handed in."""
+
+from megatron.data.config import DataConfig
+from megatron.data.gpt_dataset import GPTDataset, build_gpt_datasets
+from megatron.data.gpt_indices import GPTIndices, build_gpt_indices
+from megatron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
+from megatron.data.loader import build_loader
+from megatron.data.samplers import GlobalBatchSampler
+from megatron.data.splits import parse_split, split_boundaries
+
+__all__ = [
+    "DataConfig",
+    "GPTDataset",
+    "GPTIndices",
+    "GlobalBatchSampler",
+    "IndexedDataset",
+    "IndexedWriter",
+    "best_dtype",
+    "build_gpt_datasets",
+    "build_gpt_indices",
+    "build_loader",
+    "parse_split",
+    "split_boundaries",
+]

@@ -1,11 +1,18 @@
-"""From samples to batches of tensors: a DataLoader that never touches the default random generator."""
+"""From samples to batches of tensors: a DataLoader that never touches the default random generator.
+
+torch is imported where it is used: tools that only read and write token files start without it.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.data import DataLoader
 
 
 class ArrayDataset(Protocol):
@@ -13,23 +20,28 @@ class ArrayDataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]: ...
+    def __getitem__(self, i: int, /) -> dict[str, np.ndarray]: ...
 
 
 def stack_samples(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
     """One tensor [b, ...] for each name, which owns its memory."""
+    import torch
+
     return {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in samples[0]}
 
 
 def build_loader(
     dataset: ArrayDataset, sampler: Iterable[list[int]], num_workers: int, seed: int
-) -> "DataLoader[dict[str, torch.Tensor]]":
+) -> DataLoader[dict[str, torch.Tensor]]:
     """A loader that gives one batch for each list of sample numbers from `sampler`, in its order.
 
     A DataLoader draws the seed of its workers from a generator as soon as it is iterated. Here that is one of its own,
     made from `seed`: on a CPU dropout draws from the default generator, and a resumed run iterates a loader once more
     than the uninterrupted one.
     """
+    import torch
+    from torch.utils.data import DataLoader
+
     source: Any = dataset
     return DataLoader(
         source,
