@@ -1,0 +1,15 @@
+"""Checkpointing room: what a checkpoint holds, how it is stored, saved and loaded at any layout."""
+
+from megatron.checkpointing.config import CheckpointConfig, iteration_to_load
+from megatron.checkpointing.load import LoadedState, load_checkpoint, read_checkpoint_state
+from megatron.checkpointing.save import SaveError, save_checkpoint
+
+__all__ = [
+    "CheckpointConfig",
+    "LoadedState",
+    "SaveError",
+    "iteration_to_load",
+    "load_checkpoint",
+    "read_checkpoint_state",
+    "save_checkpoint",
+]

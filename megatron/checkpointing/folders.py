@@ -1,0 +1,119 @@
+"""Folders on disk: names, the tracker, publishing a finished checkpoint, what an interrupted save left behind."""
+
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+
+from megatron.base.files import atomic_write, fsync_directory
+
+TRACKER = "latest_checkpointed_iteration.txt"
+INDEX = "index.json"
+STATE = "state.json"
+
+_logger = logging.getLogger(__name__)
+_FOLDER = re.compile(r"iter_([0-9]{7,})")
+_LEFTOVER = re.compile(rf"\.iter_[0-9]{{7,}}\.(tmp|old)|\.{re.escape(TRACKER)}\.[0-9]+\.tmp")
+
+
+def iteration_folder(directory: Path, iteration: int) -> Path:
+    """Where the checkpoint of an iteration lies: `iter_0000010`."""
+    return directory / f"iter_{iteration:07d}"
+
+
+def temporary_folder(directory: Path, iteration: int) -> Path:
+    """Where a checkpoint is written before it is complete."""
+    return directory / f".iter_{iteration:07d}.tmp"
+
+
+def _old_folder(directory: Path, iteration: int) -> Path:
+    """Where an earlier checkpoint of the same iteration stands for the moment in which it is replaced."""
+    return directory / f".iter_{iteration:07d}.old"
+
+
+def tracked_iteration(directory: Path) -> int | None:
+    """The iteration that the tracker names, None where there is no tracker; ValueError where it names none."""
+    path = directory / TRACKER
+    try:
+        text = path.read_bytes().strip()
+    except FileNotFoundError:
+        return None
+    if not text.isdigit() or len(text) > 18:
+        raise ValueError(f"{path}: it must hold the number of an iteration, and holds {text[:40]!r}")
+    return int(text)
+
+
+def saved_iterations(directory: Path) -> list[int]:
+    """The iterations whose folders stand in `directory`, ascending."""
+    if not directory.is_dir():
+        return []
+    matches = (_FOLDER.fullmatch(entry.name) for entry in directory.iterdir() if entry.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def whole_folder(directory: Path, iteration: int) -> Path:
+    """The folder of an iteration's checkpoint. Raises ValueError where there is none.
+
+    A save that was killed in the moment of replacing a checkpoint has left the earlier one under another name: then
+    that is it.
+    """
+    for folder in (iteration_folder(directory, iteration), _old_folder(directory, iteration)):
+        if (folder / INDEX).is_file():
+            return folder
+    folder = iteration_folder(directory, iteration)
+    what = f"there is no {INDEX} in it" if folder.is_dir() else "there is no such folder"
+    found = ", ".join(map(str, saved_iterations(directory))) or "none"
+    raise ValueError(f"{folder}: {what}; iterations saved in {directory}: {found}")
+
+
+def leftovers(directory: Path) -> list[Path]:
+    """What interrupted saves have left in `directory`."""
+    if not directory.is_dir():
+        return []
+    return sorted(entry for entry in directory.iterdir() if _LEFTOVER.fullmatch(entry.name))
+
+
+def clean_leftovers(directory: Path) -> None:
+    """Remove what interrupted saves have left, and say so; an earlier checkpoint caught in the middle is put back."""
+    for entry in leftovers(directory):
+        number = entry.name.removeprefix(".iter_").removesuffix(".old")
+        if number.isdigit() and not iteration_folder(directory, int(number)).exists():
+            os.rename(entry, iteration_folder(directory, int(number)))
+            _logger.warning("%s: put back from %s, where an interrupted save had left it", directory, entry.name)
+            continue
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        _logger.warning("%s: removed %s, the leftover of an interrupted save", directory, entry.name)
+
+
+def publish(directory: Path, iteration: int) -> None:
+    """Give the complete temporary folder its name, then point the tracker at it.
+
+    At every instant the iteration that the tracker names is whole, under its own name or (for a moment, where a
+    checkpoint of the same iteration is replaced) under the old one, which `whole_folder` knows. After an error all is
+    as it was before.
+    """
+    new, final, old = (f(directory, iteration) for f in (temporary_folder, iteration_folder, _old_folder))
+    replacing = final.exists()
+    if replacing:
+        os.rename(final, old)
+    try:
+        os.rename(new, final)
+        fsync_directory(directory)
+        with atomic_write(directory / TRACKER) as stream:
+            stream.write(f"{iteration}\n")
+    except BaseException:
+        _take_back(directory, iteration, replacing)
+        raise
+    if replacing:
+        shutil.rmtree(old)
+
+
+def _take_back(directory: Path, iteration: int, replacing: bool) -> None:
+    new, final, old = (f(directory, iteration) for f in (temporary_folder, iteration_folder, _old_folder))
+    if not replacing and tracked_iteration(directory) == iteration:
+        return  # published all the same: only the flush of the tracker's name has failed
+    if final.exists():
+        os.rename(final, new)
+    if replacing:
+        os.rename(old, final)

@@ -1,0 +1,184 @@
+"""Loads a checkpoint: finds it, proves it whole, and fills tensors in place from the pieces that overlap them."""
+
+import dataclasses
+import json
+import logging
+import os
+import zlib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.checkpointing.folders import INDEX, STATE, TRACKER, leftovers, tracked_iteration, whole_folder
+from megatron.checkpointing.index import Index, StoredTensor, dtype_name, dtype_of
+from megatron.checkpointing.reader import PieceReader
+from megatron.checkpointing.rectangles import Rectangle
+from megatron.checkpointing.team import Team
+from megatron.checkpointing.values import from_json, to_json
+from megatron.mpu.sharding import Sharding
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedState:
+    """What a checkpoint holds beside the tensors that were filled.
+
+    Attributes:
+        iteration: when it was saved.
+        state: the plain values given to `save_checkpoint`.
+        layout: the parallel layout that it was saved at.
+        rank_tensors: this rank's own tensors, None where the layout is not that of the checkpoint.
+    """
+
+    iteration: int
+    state: dict[str, Any]
+    layout: dict[str, Any]
+    rank_tensors: dict[str, Tensor] | None
+
+
+def read_checkpoint_state(directory: str | os.PathLike[str], iteration: int | None = None) -> LoadedState:
+    """Iteration, state and layout of a checkpoint, without its tensors (`rank_tensors` is None).
+
+    Arguments and errors as for `load_checkpoint`.
+    """
+    folder = _find(Path(directory), iteration)
+    index = _read_index(folder)
+    return LoadedState(index.iteration, _read_state(folder, index), dict(index.layout), None)
+
+
+def load_checkpoint(
+    directory: str | os.PathLike[str],
+    tensors: Mapping[str, tuple[Tensor, Sharding]],
+    *,
+    rank: int,
+    layout: Mapping[str, Any],
+    iteration: int | None = None,
+    skip: Collection[str] = (),
+    world_size: int = 1,
+    group: ProcessGroup | None = None,
+) -> LoadedState:
+    """Fill `tensors` in place from a checkpoint, whatever layout it was saved at.
+
+    Args:
+        directory: where the folders `iter_NNNNNNN` and the tracker lie.
+        tensors: by global name; exactly those that the checkpoint has, less those in `skip`. What is in no rectangle
+            of a tensor, such as the padding rows of a vocabulary, becomes zero.
+        rank: this rank's number, whose own tensors are returned.
+        layout: the present parallel layout.
+        iteration: which checkpoint; the one that the tracker names by default.
+        skip: beginnings of names that are left unread, such as "optimizer.".
+        world_size, group: with more than one rank, all agree on how the load went: one small all-reduce.
+
+    Raises ValueError naming the file or tensor, and on every rank that agrees, where there is no checkpoint, the
+    tracker or index is broken, a file is missing, cut or does not match its checksums, or the stored tensors are not
+    the wanted ones in name, shape and dtype, or do not cover each of them exactly once. Only blocks that hold wanted
+    values are read and verified. Nothing that is read can run code.
+    """
+    with Team(rank, world_size, group, ValueError).step():
+        root = Path(directory)
+        folder = _find(root, iteration)
+        if rank == 0:
+            _report_leftovers(root)
+        index = _read_index(folder)
+        state = _read_state(folder, index)
+        _check_files(folder, index)
+        _check_tensors(folder, index, tensors, tuple(skip))
+        with PieceReader(folder, index.block_bytes) as reader, torch.no_grad():
+            for name, (tensor, sharding) in tensors.items():
+                _fill(reader, index.contents.tensors[name], tensor, sharding)
+            same_layout = json.loads(to_json(layout)) == index.layout
+            own = _read_own(reader, folder, index, rank) if same_layout else None
+        return LoadedState(index.iteration, state, dict(index.layout), own)
+
+
+def _find(directory: Path, iteration: int | None) -> Path:
+    if not directory.is_dir():
+        raise ValueError(f"{directory}: there is no such folder")
+    if iteration is None:
+        iteration = tracked_iteration(directory)
+    if iteration is None:
+        raise ValueError(f"{directory}: there is no checkpoint in it, for there is no {TRACKER}")
+    return whole_folder(directory, iteration)
+
+
+def _report_leftovers(directory: Path) -> None:
+    for entry in leftovers(directory):
+        _logger.warning("%s: %s is the leftover of an interrupted save and is not read", directory, entry.name)
+
+
+def _read_index(folder: Path) -> Index:
+    path = folder / INDEX
+    try:
+        return Index.from_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: the index is broken: {error}") from error
+
+
+def _read_state(folder: Path, index: Index) -> dict[str, Any]:
+    path = folder / STATE
+    if not path.is_file():
+        raise ValueError(f"{path}: the file is missing")
+    content = path.read_bytes()
+    if zlib.crc32(content) != index.state_checksum:
+        raise ValueError(f"{path}: it does not match its checksum")
+    return from_json(content)
+
+
+def _check_files(folder: Path, index: Index) -> None:
+    for name, size in index.contents.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"{path}: the file is missing")
+        if path.stat().st_size != size:
+            raise ValueError(f"{path}: it has {path.stat().st_size} bytes, {size} were written")
+
+
+def _check_tensors(
+    folder: Path, index: Index, tensors: Mapping[str, tuple[Tensor, Sharding]], skip: tuple[str, ...]
+) -> None:
+    """Raise ValueError unless the wanted tensors are the stored ones, less those to skip, and each is covered once."""
+    stored = {name: tensor for name, tensor in index.contents.tensors.items() if not name.startswith(skip)}
+    _refuse(folder, tensors.keys() - stored.keys(), "of the model are not in the checkpoint")
+    _refuse(folder, stored.keys() - tensors.keys(), "of the checkpoint are not in the model")
+    for name, (tensor, sharding) in tensors.items():
+        _check_kind(folder, stored[name], tensor, sharding)
+    index.contents.check_cover()
+
+
+def _refuse(folder: Path, names: Collection[str], words: str) -> None:
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise ValueError(f"{folder}: tensors {words}: {', '.join(sorted(names)[:3])}{more}")
+
+
+def _check_kind(folder: Path, stored: StoredTensor, tensor: Tensor, sharding: Sharding) -> None:
+    wanted = (tuple(sharding.global_shape), dtype_name(tensor.dtype))
+    if (stored.shape, stored.dtype) != wanted:
+        raise ValueError(
+            f"{folder}: tensor {stored.name} is {stored.dtype} {list(stored.shape)} in the checkpoint "
+            f"and {wanted[1]} {list(wanted[0])} in the model"
+        )
+
+
+def _fill(reader: PieceReader, stored: StoredTensor, tensor: Tensor, sharding: Sharding) -> None:
+    tensor = tensor.detach()
+    pieces = sharding.pieces(tuple(tensor.shape))
+    targets = [(Rectangle(piece.offset, piece.shape), tensor[piece.local]) for piece in pieces]
+    if sum(rectangle.size for rectangle, _ in targets) < tensor.numel():
+        tensor.zero_()
+    reader.read(stored, targets)
+
+
+def _read_own(reader: PieceReader, folder: Path, index: Index, rank: int) -> dict[str, Tensor]:
+    if rank not in index.contents.rank_tensors:
+        raise ValueError(f"{folder / INDEX}: it does not have rank {rank}, although the layout is the same")
+    own = {}
+    for name, stored in index.contents.rank_tensors[rank].items():
+        own[name] = torch.empty(stored.shape, dtype=dtype_of(stored.dtype))
+        reader.read(stored, [(Rectangle((0,) * len(stored.shape), stored.shape), own[name])])
+    return own

@@ -1,0 +1,73 @@
+"""Steps that all ranks take together: when one fails, all raise its message, and none goes on alone."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+
+class Team:
+    """The ranks that save or load a checkpoint together.
+
+    Args:
+        rank: this rank's number in `group`.
+        world_size: number of ranks; with 1 there are no collectives.
+        group: their group, None for all ranks of the job.
+        error: the exception that all ranks raise when one of them fails.
+    """
+
+    def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None, error: type[Exception]) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._group = group
+        self._error = error
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Run the block on every rank and agree on how it went: one small all-reduce.
+
+        After an exception on some rank, every rank raises `error` with the message of the first that failed. Also a
+        barrier: nobody goes on before all are done.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        message = self._first_failure(_words(failure))
+        if message is not None:
+            raise self._error(message) from failure
+
+    def _first_failure(self, mine: str | None) -> str | None:
+        """The message of the lowest rank that has one, with its number; None where no rank has one."""
+        if self._world_size == 1:
+            return mine
+        first = torch.tensor(self._world_size if mine is None else self._rank, device=self._device())
+        dist.all_reduce(first, op=dist.ReduceOp.MIN, group=self._group)
+        source = int(first.item())
+        if source == self._world_size:
+            return None
+        return f"rank {source}: {self._broadcast(mine or '', source)}"
+
+    def _broadcast(self, text: str, source: int) -> str:
+        """The text of rank `source`, as bytes: nothing that is received can run code."""
+        content = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self._device())
+        length = torch.tensor(content.numel(), device=self._device())
+        dist.broadcast(length, group=self._group, group_src=source)
+        if self._rank != source:
+            content = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device())
+        dist.broadcast(content, group=self._group, group_src=source)
+        return bytes(content.tolist()).decode(errors="replace")
+
+    def _device(self) -> torch.device:
+        """Where the group's tensors must lie: the CPU where the group can, else this rank's accelerator."""
+        if "gloo" in dist.get_backend_config(self._group):
+            return torch.device("cpu")
+        return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+def _words(failure: Exception | None) -> str | None:
+    if failure is None or isinstance(failure, ValueError):
+        return None if failure is None else str(failure)
+    return f"{type(failure).__name__}: {failure}"

@@ -1,0 +1,74 @@
+"""Writes the pieces of one rank as a safetensors file, block by block, with a checksum for each block."""
+
+import dataclasses
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpointing.index import SAFETENSORS_NAMES, StoredPiece, dtype_name
+from megatron.checkpointing.rectangles import Rectangle
+
+
+@dataclasses.dataclass(frozen=True)
+class NewPiece:
+    """A rectangle of tensor `name` that is to be written, with its values."""
+
+    name: str
+    rectangle: Rectangle
+    values: Tensor
+
+
+def write_pieces(path: Path, pieces: Sequence[NewPiece], block_bytes: int) -> list[tuple[str, StoredPiece]]:
+    """Write a new safetensors file with `pieces` and flush it to disk; returns what was stored, by tensor name.
+
+    The format is that of `safetensors.torch.save_file`. It is written here so that values on a device, or not
+    contiguous, never need a second copy of a rank's whole share, and so that each checksum is taken of the very bytes
+    that are written. `block_bytes` is a multiple of 8.
+    """
+    # Wide elements first, which keeps every piece aligned to its own element size.
+    ordered = sorted(pieces, key=lambda piece: (-piece.values.element_size(), piece.name, piece.rectangle))
+    stored = []
+    with open(path, "xb") as stream:
+        stream.write(_header(ordered, path.name))
+        for piece in ordered:
+            checksums = tuple(_write_block(stream, block) for block in _blocks(piece.values, block_bytes))
+            stored.append((piece.name, StoredPiece(path.name, piece.rectangle, checksums)))
+        stream.flush()
+        os.fsync(stream.fileno())
+    return stored
+
+
+def _header(pieces: Sequence[NewPiece], file: str) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for piece in pieces:
+        end = position + piece.values.numel() * piece.values.element_size()
+        entries[StoredPiece(file, piece.rectangle, ()).key(piece.name)] = {
+            "dtype": SAFETENSORS_NAMES[dtype_name(piece.values.dtype)],
+            "shape": list(piece.values.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _blocks(values: Tensor, block_bytes: int) -> Iterator[Tensor]:
+    """The values as bytes on the CPU, uint8 and 1-D, a block at a time."""
+    flat = values.detach().reshape(-1)
+    step = block_bytes // flat.element_size()
+    for begin in range(0, flat.numel(), step):
+        yield flat[begin : begin + step].cpu().view(torch.uint8)
+
+
+def _write_block(stream: IO[bytes], block: Tensor) -> int:
+    content = block.numpy().data
+    stream.write(content)
+    return zlib.crc32(content)
