@@ -1,13 +1,20 @@
 """Fixtures of all tests: `ranks` (functions on gloo ranks) and `shared` (reference data beside the repository)."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
+from tests.check_all_ran import SHARED_ABSENT
 from tests.harness.ranks import Ranks
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+# The machine's speed is not tested; in continuous integration every run tries the same examples.
+hypothesis.settings.register_profile("default", deadline=None, derandomize=bool(os.environ.get("CI")))
+hypothesis.settings.load_profile("default")
 
 
 @pytest.fixture(scope="session")
@@ -28,5 +35,5 @@ def shared() -> Path:
     """The folder `shared` beside the repository; a test that needs it skips where it is absent."""
     folder = REPOSITORY.parent / "shared"
     if not folder.is_dir():
-        pytest.skip(f"the reference data of this test is not on this machine: there is no folder ../{folder.name}")
+        pytest.skip(f"{SHARED_ABSENT}: there is no folder ../{folder.name}")
     return folder

@@ -124,4 +124,4 @@ def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
         if isinstance(value, torch._C.ScriptObject) and "ProcessGroup" in str(value._type()):
             return dist.ProcessGroup.unbox(value)
     names = [value for value in args if isinstance(value, str)]
-    return resolve_name(names[-1]) if names else None
+    return resolve_name(names[-1]) if names else None  # type: ignore[arg-type]

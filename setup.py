@@ -1,0 +1,40 @@
+"""Package `megatron`; settings of the tools are in pyproject.toml, the versions that are tested in constraints.txt."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+README = Path(__file__).parent / "README.md"
+
+setup(
+    name="megatron",
+    version="0.1.0",
+    description="Training large transformer language models with tensor model parallelism, on GPUs and on CPUs",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=find_packages(include=["megatron", "megatron.*"]),
+    package_data={"megatron": ["py.typed"]},
+    install_requires=[
+        "torch>=2.9",
+        "numpy>=1.26",
+        "pyyaml>=6",
+        "safetensors>=0.4.3",
+        "tensorboard>=2.15",
+        "tokenizers>=0.19",
+        "tqdm>=4.66",
+    ],
+    extras_require={
+        "test": [
+            "hypothesis",
+            "mypy",
+            "pytest",
+            "ruff",
+            "transformers",
+            "types-PyYAML",
+            "types-tqdm",
+        ],
+    },
+)
