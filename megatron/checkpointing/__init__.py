@@ -1,7 +1,7 @@
 """Checkpointing room: what a checkpoint holds, how it is stored, saved and loaded at any layout."""
 
 from megatron.checkpointing.config import CheckpointConfig, iteration_to_load
-from megatron.checkpointing.load import LoadedState, load_checkpoint, read_checkpoint_state
+from megatron.checkpointing.load import LoadedState, load_checkpoint, read_state
 from megatron.checkpointing.save import SaveError, save_checkpoint
 
 __all__ = [
@@ -10,6 +10,6 @@ __all__ = [
     "SaveError",
     "iteration_to_load",
     "load_checkpoint",
-    "read_checkpoint_state",
+    "read_state",
     "save_checkpoint",
 ]

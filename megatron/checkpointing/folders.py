@@ -14,7 +14,7 @@ STATE = "state.json"
 
 _logger = logging.getLogger(__name__)
 _FOLDER = re.compile(r"iter_([0-9]{7,})")
-_LEFTOVER = re.compile(rf"\.iter_[0-9]{{7,}}\.(tmp|old)|\.{re.escape(TRACKER)}\.[0-9]+\.tmp")
+_LEFTOVER = re.compile(rf"\.iter_[0-9]{{7,}}\.(tmp|old)|\.{re.escape(TRACKER)}\.[0-9a-f]+\.tmp")
 
 
 def iteration_folder(directory: Path, iteration: int) -> Path:

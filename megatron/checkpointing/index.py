@@ -219,7 +219,7 @@ class Index:
             return cls(iteration, dict(body["layout"]), block_bytes, body["state_crc32"], contents)
         except KeyError as error:
             raise ValueError(f"there is no entry {error}") from error
-        except (TypeError, AttributeError) as error:
+        except (TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"an entry is of the wrong kind ({error})") from error
 
 

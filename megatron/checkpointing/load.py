@@ -41,14 +41,13 @@ class LoadedState:
     rank_tensors: dict[str, Tensor] | None
 
 
-def read_checkpoint_state(directory: str | os.PathLike[str], iteration: int | None = None) -> LoadedState:
-    """Iteration, state and layout of a checkpoint, without its tensors (`rank_tensors` is None).
+def read_state(directory: str | os.PathLike[str], iteration: int | None = None) -> dict[str, Any]:
+    """The plain values of a checkpoint, which `save_checkpoint` was given as `state`; no tensor is read.
 
     Arguments and errors as for `load_checkpoint`.
     """
     folder = _find(Path(directory), iteration)
-    index = _read_index(folder)
-    return LoadedState(index.iteration, _read_state(folder, index), dict(index.layout), None)
+    return _read_state(folder, _read_index(folder))
 
 
 def load_checkpoint(

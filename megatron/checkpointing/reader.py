@@ -110,7 +110,7 @@ class _PieceFile:
             raise ValueError(f"{self.path}: it is cut, or no safetensors file")
         try:
             entries = json.loads(self._stream.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.path}: its header cannot be read ({error})") from error
         if not isinstance(entries, dict):
             raise ValueError(f"{self.path}: its header is not a JSON object")
@@ -120,14 +120,20 @@ class _PieceFile:
         """Position of a piece's first byte, once the header has said of the piece what the index says."""
         key = piece.key(tensor.name)
         size = piece.rectangle.size * dtype_of(tensor.dtype).itemsize
-        entry = self._entries.get(key, {})
-        expected = {"dtype": SAFETENSORS_NAMES[tensor.dtype], "shape": list(piece.rectangle.shape)}
-        offsets = entry.get("data_offsets", [])
-        if {**expected, "data_offsets": offsets} != entry or len(offsets) != 2 or offsets[1] - offsets[0] != size:
+        try:
+            start = int(self._entries[key]["data_offsets"][0])
+        except (KeyError, TypeError, IndexError, ValueError):
+            start = -1
+        expected = {
+            "dtype": SAFETENSORS_NAMES[tensor.dtype],
+            "shape": list(piece.rectangle.shape),
+            "data_offsets": [start, start + size],
+        }
+        if start < 0 or self._entries[key] != expected:
             raise ValueError(f"{self.path}: its header does not have {key} as the index describes it")
         if len(piece.checksums) != math.ceil(size / block_bytes):
             raise ValueError(f"{self.path}: the index does not have one checksum for each block of {key}")
-        return self._data_begin + offsets[0]
+        return self._data_begin + start
 
     def read(self, begin: int, target: memoryview, checksum: int) -> bool:
         """Fill `target` with the bytes at `begin`; whether they match `checksum`."""

@@ -34,6 +34,7 @@ from megatron.checkpointing.rectangles import Rectangle
 from megatron.checkpointing.team import Team
 from megatron.checkpointing.values import to_json
 from megatron.checkpointing.writer import NewPiece, write_pieces
+from megatron.mpu.initialize import resolve_group
 from megatron.mpu.sharding import Sharding
 
 # Bytes of a piece that share one checksum; also all that is held in memory beside the tensors themselves.
@@ -55,7 +56,7 @@ def save_checkpoint(
     rank: int,
     world_size: int,
     layout: Mapping[str, Any],
-    tensor_rank: int = 0,
+    tensor_rank: int | None = None,
     group: ProcessGroup | None = None,
 ) -> Path:
     """Save one checkpoint, all ranks together; returns its folder `directory/iter_NNNNNNN`.
@@ -69,7 +70,8 @@ def save_checkpoint(
         writer: False on data replicas, which write only their `rank_tensors`.
         rank, world_size: this rank's place in `group`.
         layout: the parallel layout, as plain values; `rank_tensors` come back only where it is the same.
-        tensor_rank: place in the tensor group; tensors that are not split are written where it is 0.
+        tensor_rank: place in the tensor group, the current one's by default; tensors that are not split are written
+            where it is 0.
         group: all ranks of the job by default.
 
     Three small all-reduces over `group`. Raises `SaveError`, on every rank and with the first failing rank's message,
@@ -85,7 +87,8 @@ def save_checkpoint(
                 clean_leftovers(root)
                 temporary.mkdir()
         with team.step():
-            shared = _own_part(tensors, tensor_rank) if writer else []
+            first = (resolve_group(None).rank if tensor_rank is None else tensor_rank) == 0
+            shared = _own_part(tensors, first) if writer else []
             own = [_whole(rank_name(rank, name), tensor) for name, tensor in rank_tensors.items()]
             _write_part(temporary, rank, shared, own)
         with team.step():
@@ -103,11 +106,11 @@ def save_checkpoint(
 _Part = tuple[StoredTensor, list[NewPiece]]
 
 
-def _own_part(tensors: Mapping[str, tuple[Tensor, Sharding]], tensor_rank: int) -> list[_Part]:
-    """What this rank writes of the tensors that the ranks share."""
+def _own_part(tensors: Mapping[str, tuple[Tensor, Sharding]], first: bool) -> list[_Part]:
+    """What this rank writes of the tensors that the ranks share; `first` of its tensor group or not."""
     parts = []
     for name, (tensor, sharding) in tensors.items():
-        pieces = sharding.pieces(tuple(tensor.shape)) if sharding.split_dim is not None or tensor_rank == 0 else []
+        pieces = sharding.pieces(tuple(tensor.shape)) if sharding.split_dim is not None or first else []
         new = [NewPiece(name, Rectangle(p.offset, p.shape), tensor.detach()[p.local]) for p in pieces]
         whole = StoredTensor(name, dtype_name(tensor.dtype), tuple(sharding.global_shape), ())
         parts.append((whole, [piece for piece in new if piece.rectangle.size]))
