@@ -99,7 +99,8 @@ def _map_file(path: Path) -> Any:
                 return b""
             return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
-        hint = "; give the name without extension" if path.suffix == Path(path.stem).suffix else ""
+        extension = Path(path.stem).suffix
+        hint = f"; give the name without {extension}" if extension in (".bin", ".idx") else ""
         raise ValueError(f"{path} is missing: a token set is a pair PREFIX.bin and PREFIX.idx{hint}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
@@ -210,7 +211,8 @@ class IndexedWriter:
     def add_sequences(self, sequences: Iterable[ArrayLike]) -> None:
         """Append one document that is made of several sequences (sentences), each [n]."""
         pieces = [np.asarray(piece).reshape(-1) for piece in sequences]
-        tokens = np.concatenate(pieces) if pieces else np.empty(0, self.dtype)
+        # an empty list is float64 to NumPy and would make the others float
+        tokens = np.concatenate([p for p in pieces if len(p)] or [np.empty(0, self.dtype)])
         self._append(tokens, np.array([len(p) for p in pieces], np.int64), np.array([self.sequences + len(pieces)]))
 
     def _append(self, tokens: np.ndarray, sizes: np.ndarray, document_ends: np.ndarray) -> None:

@@ -1,0 +1,43 @@
+"""The loader: batches of tensors in the sampler's order, and no draw from the default generator."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.indexed import IndexedDataset
+from megatron.data.loader import build_loader
+from megatron.data.samplers import GlobalBatchSampler
+from tests.harness.token_files import write_token_files
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> GPTDataset:
+    documents = [[[(7 * i + j) % 50 for j in range(20)]] for i in range(30)]
+    return GPTDataset(IndexedDataset(write_token_files(tmp_path / "x", documents)), range(30), None, 8, seed=1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_come_in_order_and_the_default_generator_is_left_alone(dataset: GPTDataset, num_workers: int) -> None:
+    sampler = GlobalBatchSampler(40, 8, micro_batch_size=2, global_batch_size=4, data_rank=1, data_size=2)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    batches = list(build_loader(dataset, sampler, num_workers, seed=5))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(batches) == len(sampler) == 8
+    for batch, numbers in zip(batches, sampler, strict=True):
+        assert list(batch) == ["tokens", "labels", "loss_mask"]
+        assert [batch[name].dtype for name in batch] == [torch.int64, torch.int64, torch.float32]
+        for name in batch:
+            expected = torch.stack([torch.from_numpy(dataset[number][name]) for number in numbers])
+            assert torch.equal(batch[name], expected)
+
+
+def test_a_batch_owns_its_tensors(dataset: GPTDataset) -> None:
+    loader = build_loader(dataset, GlobalBatchSampler(8, 0, 2, 2), 0, seed=5)
+    expected = [batch["tokens"].clone() for batch in loader]
+    for batch in loader:
+        batch["tokens"].fill_(-1)
+        batch["loss_mask"].fill_(0)
+    assert all(torch.equal(batch["tokens"], tokens) for batch, tokens in zip(loader, expected, strict=True))
