@@ -36,7 +36,7 @@ def section_types(composed: type[ComposedConfig]) -> dict[str, type[Config]]:
     return {
         field.name: field.type
         for field in dataclasses.fields(composed)
-        if isinstance(field.type, type)
+        if isinstance(field.type, type) and issubclass(field.type, Config)
     }
 
 
@@ -51,12 +51,9 @@ def make_section(config_class: type[Made], values: Mapping[str, Any]) -> Made:
     missing = [
         f"{flag_name(f.name)} is not given, and there is no default for it"
         for f in fields
-        if f.default is dataclasses.MISSING and owned.get(f.name) is None
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and owned.get(f.name) is None
     ]
-    raise_joined(
-        missing
-        + [value.problem for value in owned.values() if isinstance(value, Invalid)]
-    )
+    raise_joined(missing + [value.problem for value in owned.values() if isinstance(value, Invalid)])
     return config_class(**owned)
 
 

@@ -44,9 +44,7 @@ def flag(
         choices: the values accepted; checked by `choice_problems`.
         aliases: older names of the flag, without the dashes in front.
     """
-    info = FlagInfo(
-        doc, tuple(choices) if choices is not None else None, tuple(aliases)
-    )
+    info = FlagInfo(doc, tuple(choices) if choices is not None else None, tuple(aliases))
     return dataclasses.field(default=default, metadata={"flag": info})
 
 
@@ -76,10 +74,9 @@ def minimum_problems(config: Config, minimum: float, *names: str) -> list[str]:
     problems = []
     for name in names:
         value = getattr(config, name)
-        if value is not None and (not math.isfinite(value) or value < minimum):
-            problems.append(
-                f"{flag_name(name)} {value}: it must be at least {minimum:g}"
-            )
+        if value is not None and not minimum <= value < math.inf:
+            finite = "finite and " if value == math.inf else ""
+            problems.append(f"{flag_name(name)} {value}: it must be {finite}at least {minimum:g}")
     return problems
 
 
@@ -89,7 +86,5 @@ def range_problems(config: Config, low: float, high: float, *names: str) -> list
     for name in names:
         value = getattr(config, name)
         if value is not None and not low <= value < high:
-            problems.append(
-                f"{flag_name(name)} {value}: it must be at least {low:g} and below {high:g}"
-            )
+            problems.append(f"{flag_name(name)} {value}: it must be at least {low:g} and below {high:g}")
     return problems

@@ -1,11 +1,15 @@
 """What accelerators can do at best, by the name that their driver reports."""
 
-# Dense peak of the matrix units in 10^12 operations a second, from the makers' data sheets: (16-bit, float32).
+# Dense peak in 10^12 operations a second, from the makers' data sheets: (matrix units in 16 bit, float32). The first
+# entry that is part of the device's name counts, so boards with lower clocks stand before the family they belong to.
 _PEAK_TERAFLOPS: tuple[tuple[str, float, float], ...] = (
+    ("V100-PCIE", 112.0, 14.0),
     ("V100", 125.0, 15.7),
     ("A100", 312.0, 19.5),
     ("H100 PCIe", 756.0, 51.0),
+    ("H100 NVL", 835.0, 60.0),
     ("H100", 989.0, 67.0),
+    ("H200 NVL", 835.0, 60.0),
     ("H200", 989.0, 67.0),
 )
 

@@ -1,25 +1,35 @@
 """Files that appear whole or not at all."""
 
 import contextlib
+import errno
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 
 def fsync_directory(path: str | os.PathLike[str]) -> None:
-    """Make renames and new names inside the folder `path` survive a power cut."""
+    """Make renames and new names inside the folder `path` survive a power cut, where its file system offers that."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some network and user-space file systems cannot do this for a folder; they order renames by themselves.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 
 
 def temporary_name(path: str | os.PathLike[str]) -> Path:
-    """The hidden name beside `path` under which its content is written first; unique to this process."""
+    """A hidden name beside `path` under which to write its content first: `.NAME.RANDOM.tmp`.
+
+    Each call gives another one, so that writers in other threads, processes and hosts of a shared file system do not
+    meet in it.
+    """
     target = Path(path)
-    return target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    return target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
 
 
 @contextlib.contextmanager
@@ -27,8 +37,10 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[A
     """Open a file for writing that takes the name `path` only when the block ends without an error.
 
     The content is flushed to disk before the rename, and the rename itself after it; a file that stood at `path`
-    stays as it was until then. `mode` is "w" (UTF-8 text) or "wb".
+    stays as it was until then. After an error nothing is left; a process killed in the block leaves the hidden file of
+    `temporary_name`, which nothing reads. `mode` is "w" (UTF-8 text) or "wb".
     """
+    assert mode in ("w", "wb"), mode
     temporary = temporary_name(path)
     try:
         with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as stream:

@@ -4,17 +4,13 @@ Letters: `B` global batch (samples), `s` sequence, `l` layers, `h` hidden, `f` f
 """
 
 
-def padded_vocab_size(
-    vocab_size: int, divisible_by: int, tensor_parallel_size: int
-) -> int:
+def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
     """`vocab_size` rounded up to a multiple of `divisible_by * tensor_parallel_size`."""
     multiple = divisible_by * tensor_parallel_size
     return -(-vocab_size // multiple) * multiple
 
 
-def layer_parameters(
-    h: int, f: int | None = None, projection: int | None = None
-) -> int:
+def layer_parameters(h: int, f: int | None = None, projection: int | None = None) -> int:
     """Parameters of one transformer layer: two norms, attention and MLP, with all biases.
 
     `f` is the inner size of the MLP (default 4h), `projection` heads times head size (default h). At the defaults this
@@ -28,7 +24,7 @@ def layer_parameters(
 
 
 def gpt_parameters(
-    l: int,  # noqa: E741
+    l: int,
     h: int,
     V: int,
     positions: int,
@@ -41,16 +37,10 @@ def gpt_parameters(
     The published `12 l h^2 (1 + 13/(12h) + (V+s)/(12 l h))` (arXiv:2104.04473, equation 2) leaves out the 2h of the
     final norm, which is counted here unless `final_norm` is false.
     """
-    return (
-        l * layer_parameters(h, f, projection)
-        + (V + positions) * h
-        + (2 * h if final_norm else 0)
-    )
+    return l * layer_parameters(h, f, projection) + (V + positions) * h + (2 * h if final_norm else 0)
 
 
-def layer_forward_flops(
-    s: int, h: int, f: int | None = None, projection: int | None = None
-) -> int:
+def layer_forward_flops(s: int, h: int, f: int | None = None, projection: int | None = None) -> int:
     """Floating-point operations of one layer's forward pass over one sequence; a multiply-add counts two.
 
     At the defaults `24 s h^2 + 4 s^2 h` (arXiv:2104.04473, appendix): the products with the four matrices, and the
@@ -64,7 +54,7 @@ def layer_forward_flops(
 def model_flops(
     B: int,
     s: int,
-    l: int,  # noqa: E741
+    l: int,
     h: int,
     V: int,
     f: int | None = None,
