@@ -1,0 +1,92 @@
+"""What a transformer looks like: its sizes, the place of its norms, its activation, its dropout."""
+
+import dataclasses
+from typing import Any
+
+from megatron.base.config import Config, choice_problems, flag, flag_name, minimum_problems, range_problems
+
+# The choices that change what given weights compute. Dropout, the spread of initial weights, the padding of the
+# vocabulary and the chunks of the loss do not.
+_SIGNATURE = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "layernorm_epsilon",
+    "norm_position",
+    "activation",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig(Config):
+    """Sizes and choices of a transformer; raises `ConfigError` with all that is wrong when it is made."""
+
+    num_layers: int = flag(dataclasses.MISSING, "Number of transformer layers (l).")
+    hidden_size: int = flag(dataclasses.MISSING, "Width of the hidden states (h).")
+    num_attention_heads: int = flag(dataclasses.MISSING, "Number of attention heads (n).")
+    max_position_embeddings: int = flag(dataclasses.MISSING, "Longest sequence that has learned positions.")
+    ffn_hidden_size: int | None = flag(None, "Inner width of the MLP (f); 4 times --hidden-size by default.")
+    kv_channels: int | None = flag(
+        None, "Size of one attention head (d); --hidden-size over --num-attention-heads by default."
+    )
+    make_vocab_size_divisible_by: int = flag(
+        128, "Pad the vocabulary to a multiple of this times --tensor-model-parallel-size."
+    )
+    layernorm_epsilon: float = flag(1e-5, "What layer norms add to the variance.")
+    norm_position: str = flag(
+        "pre",
+        "pre: x + f(LN(x)) with a norm at the end; post: LN(x + f(x)), as the original BERT.",
+        choices=("pre", "post"),
+    )
+    activation: str = flag("gelu_tanh", "GELU by its tanh approximation or exactly.", choices=("gelu_tanh", "gelu_erf"))
+    attention_dropout: float = flag(0.1, "Probability of dropping an attention weight.")
+    hidden_dropout: float = flag(0.1, "Probability of dropping a hidden value, before each residual addition.")
+    init_method_std: float = flag(0.02, "Standard deviation of the initial weights.")
+    cross_entropy_chunk_size: int | None = flag(
+        None, "Tokens whose logits exist at one time in the loss, the others recomputed; all of them by default."
+    )
+
+    @property
+    def head_size(self) -> int:
+        """d, the size of one attention head."""
+        return self.hidden_size // self.num_attention_heads if self.kv_channels is None else self.kv_channels
+
+    @property
+    def projection_size(self) -> int:
+        """n d, the width of the queries of all heads."""
+        return self.num_attention_heads * self.head_size
+
+    @property
+    def ffn_size(self) -> int:
+        """f, the inner width of the MLP."""
+        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
+
+    def problems(self) -> list[str]:
+        """One sentence for each size that is not positive, does not divide, or is out of its range."""
+        sizes = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+        optional = ("ffn_hidden_size", "kv_channels", "make_vocab_size_divisible_by", "cross_entropy_chunk_size")
+        problems = choice_problems(self) + minimum_problems(self, 1, *sizes, *optional)
+        problems += minimum_problems(self, 0, "layernorm_epsilon", "init_method_std")
+        problems += range_problems(self, 0, 1, "attention_dropout", "hidden_dropout")
+        heads = self.num_attention_heads
+        if self.kv_channels is None and heads > 0 and self.hidden_size % heads:
+            problems.append(
+                f"--hidden-size {self.hidden_size}: it must be a multiple of --num-attention-heads {heads}, "
+                "unless --kv-channels is given"
+            )
+        return problems
+
+    def tensor_problems(self, tensor_parallel_size: int) -> list[str]:
+        """One sentence for each size that cannot be split over `tensor_parallel_size` ranks."""
+        split = {"num_attention_heads": self.num_attention_heads, "ffn_hidden_size": self.ffn_size}
+        return [
+            f"{flag_name(name)} {size}: it must be a multiple of --tensor-model-parallel-size {tensor_parallel_size}"
+            for name, size in split.items()
+            if size % tensor_parallel_size
+        ]
+
+    def signature(self) -> dict[str, Any]:
+        """The choices that change what given weights compute: kept in a checkpoint and compared when it is loaded."""
+        chosen = {name: getattr(self, name) for name in _SIGNATURE}
+        return chosen | {"ffn_hidden_size": self.ffn_size, "kv_channels": self.head_size}

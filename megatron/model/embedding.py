@@ -1,0 +1,74 @@
+"""From token ids to the first hidden states: word and position embeddings, and dropout."""
+
+from typing import Unpack
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron import mpu
+from megatron.base.formulas import padded_vocab_size
+from megatron.model.config import TransformerConfig
+from megatron.model.init import Fill, normal
+from megatron.model.placement import Placement
+
+
+class PositionEmbedding(nn.Module):
+    """A learned vector for each position, replicated on the tensor ranks. weight: [max positions, h]."""
+
+    def __init__(self, config: TransformerConfig, **where: Unpack[Placement]) -> None:
+        super().__init__()
+        shape = (config.max_position_embeddings, config.hidden_size)
+        self.initializers: dict[str, Fill] = {"weight": normal(config.init_method_std)}
+        self.weight = nn.Parameter(torch.empty(shape, dtype=where.get("dtype"), device=where.get("device")))
+        if not self.weight.is_meta:
+            self.initializers["weight"](self.weight)
+
+    def forward(self, length: int, position_ids: Tensor | None = None) -> Tensor:
+        """The vectors of positions 0 to `length`, [s, 1, h], or those of `position_ids` [b, s], [s, b, h]."""
+        most = len(self.weight)
+        if length > most:
+            raise ValueError(f"a sequence of {length} tokens: --max-position-embeddings {most} allows {most} at most")
+        if position_ids is None:
+            return self.weight[:length].unsqueeze(1)
+        self._check(position_ids)
+        return F.embedding(position_ids.t(), self.weight)
+
+    def _check(self, position_ids: Tensor) -> None:
+        """ValueError for a position that has no vector; on an accelerator the lookup itself fails, without waiting."""
+        if position_ids.device.type != "cpu" or position_ids.numel() == 0:
+            return
+        for worst in (int(position_ids.min()), int(position_ids.max())):
+            if not 0 <= worst < len(self.weight):
+                raise ValueError(f"position {worst}: --max-position-embeddings {len(self.weight)} has no vector for it")
+
+
+class Embedding(nn.Module):
+    """Word and position embeddings, summed, then dropout.
+
+    The vocabulary is split over the tensor ranks and padded with rows of zeros. Forward one all-reduce, backward none.
+
+    Args:
+        config: the sizes.
+        vocab_size: number of real token ids.
+        where: group, dtype and device of the parameters.
+    """
+
+    def __init__(self, config: TransformerConfig, vocab_size: int, **where: Unpack[Placement]) -> None:
+        super().__init__()
+        self.dropout = config.hidden_dropout
+        ranks = mpu.resolve_group(where.get("group")).size
+        self.word_embeddings = mpu.VocabParallelEmbedding(
+            padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by, ranks),
+            config.hidden_size,
+            init_method=normal(config.init_method_std),
+            real_num_embeddings=vocab_size,
+            **where,
+        )
+        self.position_embeddings = PositionEmbedding(config, **where)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Ids [b, s] -> [s, b, h]. `position_ids` [b, s] are 0, 1, 2, ... by default."""
+        positions = self.position_embeddings(tokens.shape[1], position_ids)  # [s, 1 or b, h]
+        words = self.word_embeddings(tokens.t())  # [s, b, h]
+        return F.dropout(words + positions, self.dropout, self.training)

@@ -1,0 +1,35 @@
+"""Pure elementwise functions of a transformer layer, each written so that a compiler can fuse it."""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, p: float, training: bool) -> Tensor:
+    """`residual + dropout(x + bias)`.
+
+    Args:
+        x: [..., h], the output of a row-parallel layer after its all-reduce.
+        bias: [h].
+        residual: [..., h].
+        p: the probability of dropping a value, from the default generator, which is equal on the tensor ranks.
+        training: drop nothing when false.
+    """
+    return residual + F.dropout(x + bias, p, training)
+
+
+def bias_gelu_tanh(x: Tensor, bias: Tensor) -> Tensor:
+    """GELU of `x + bias` by the tanh approximation (arXiv:1606.08415, section 2). x: [..., f], bias: [f]."""
+    return F.gelu(x + bias, approximate="tanh")
+
+
+def bias_gelu_erf(x: Tensor, bias: Tensor) -> Tensor:
+    """GELU of `x + bias`, exact. x: [..., f], bias: [f]."""
+    return F.gelu(x + bias)
+
+
+BIAS_ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gelu_tanh": bias_gelu_tanh,
+    "gelu_erf": bias_gelu_erf,
+}

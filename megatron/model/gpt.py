@@ -1,0 +1,106 @@
+"""GPT: embedding, causal transformer, and an output projection that is the word embedding again."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron import mpu
+from megatron.model.config import TransformerConfig
+from megatron.model.embedding import Embedding
+from megatron.model.init import initialize_parameters
+from megatron.model.transformer import Transformer
+from megatron.mpu.initialize import Group
+
+
+class GPTModel(nn.Module):
+    """A causal language model with learned positions and tied output embedding, split over the tensor group.
+
+    Forward 2 l + 1 all-reduces (two a layer, one for the embedding) and the small ones of the loss; backward 2 l + 1
+    (two a layer, one for the output projection).
+
+    Args:
+        config: the sizes and choices.
+        vocab_size: number of real token ids; the embedding is padded after them.
+        group: the tensor group; the current one by default.
+        dtype, device: of the parameters; on "meta" nothing is drawn (`build_gpt` fills them).
+
+    Raises ValueError naming each size that is wrong or does not divide over the group.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        vocab_size: int,
+        *,
+        group: Group = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if vocab_size < 1:
+            raise ValueError(f"a vocabulary of {vocab_size}: it must have at least 1 token")
+        self.config = config
+        self.vocab_size = vocab_size
+        self.group = group
+        self.embedding = Embedding(config, vocab_size, group=group, dtype=dtype, device=device)
+        self.transformer = Transformer(config, causal=True, group=group, dtype=dtype, device=device)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        """The loss of each token, or the logits where no labels are given.
+
+        Args:
+            tokens: ids [b, s], int64.
+            position_ids: [b, s], 0, 1, 2, ... by default.
+            labels: the ids to predict, [b, s]; a token with a negative one does not count, its loss is 0.
+
+        Returns:
+            with labels the cross entropy [b, s], in float32 or wider, over the real vocabulary; without them this
+            rank's logits [b, s, v/t] in the parameters' dtype. Their last columns are padding where the rows of the
+            embedding are; `gather_logits` gives those of the real vocabulary.
+        """
+        hidden = self.transformer(self.embedding(tokens, position_ids))  # [s, b, h]
+        hidden = mpu.copy_to_tensor_model_parallel_region(hidden, self.group, owns_gradient=True)
+        if labels is None:
+            return F.linear(hidden, self.embedding.word_embeddings.weight).transpose(0, 1)  # [b, s, v/t]
+        return self.loss(hidden, labels)
+
+    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Cross entropy [b, s] of `labels` [b, s] from the last hidden states [s, b, h], copied to the region."""
+        losses = mpu.vocab_parallel_linear_cross_entropy(
+            hidden.flatten(0, 1),
+            self.embedding.word_embeddings.weight,
+            labels.t().flatten(),
+            chunk_size=self.config.cross_entropy_chunk_size,
+            vocab_size=self.vocab_size,
+            group=self.group,
+        )  # [s * b]
+        return losses.unflatten(0, hidden.shape[:2]).t()
+
+    def signature(self) -> dict[str, Any]:
+        """What must be equal for weights to mean the same: kept in a checkpoint and compared when it is loaded."""
+        return {"model": "gpt", "vocab_size": self.vocab_size} | self.config.signature()
+
+
+def gather_logits(logits: Tensor, vocab_size: int, group: Group = None) -> Tensor:
+    """Logits [..., v/t] of every tensor rank -> [..., vocab_size] without the padding columns.
+
+    Forward one all-gather, backward none (each rank keeps its part of the gradient).
+    """
+    return mpu.gather_from_tensor_model_parallel_region(logits, group)[..., :vocab_size]
+
+
+def build_gpt(
+    config: TransformerConfig,
+    vocab_size: int,
+    seed: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    group: Group = None,
+) -> GPTModel:
+    """A `GPTModel` with initial weights that depend on `seed` alone, not on the layout."""
+    model = GPTModel(config, vocab_size, group=group, dtype=dtype, device="meta")
+    initialize_parameters(model, seed, dtype, device)
+    return model

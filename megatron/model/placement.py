@@ -1,0 +1,20 @@
+"""Where the parameters of a module are: keyword arguments that modules pass down unread."""
+
+from typing import TypedDict
+
+import torch
+
+from megatron.mpu.initialize import Group
+
+
+class Placement(TypedDict, total=False):
+    """Keyword arguments of every module of a model.
+
+    group: the tensor group that the parameters are split over; the current one by default.
+    dtype: of the parameters; PyTorch's default dtype by default.
+    device: of the parameters; "meta" to build without memory and fill later (`initialize_parameters`).
+    """
+
+    group: Group
+    dtype: torch.dtype | None
+    device: torch.device | str | None
