@@ -1,8 +1,8 @@
 """Cross entropy over logits whose vocabulary is split over the tensor ranks; the logits are never gathered.
 
 Each rank sums up its own columns (maximum, sum of exponentials, logit of the target); two small all-reduces put the
-parts together, one of a number for each token and one of two. The backward pass needs no collective: a rank's columns of the
-gradient are `exp(logit - log_sum_exp) - [column is the target]`.
+parts together, one of a number for each token and one of two. The backward pass needs no collective: a rank's columns
+of the gradient are `exp(logit - log_sum_exp) - [column is the target]`.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.initialize import Group, GroupInfo, resolve_group
-from megatron.mpu.mappings import apply
+from megatron.mpu.mappings import apply, backward_once
 from megatron.mpu.utils import check_ids, local_rows
 
 _NO_TARGET = -1  # all negative targets mean the same
@@ -29,6 +29,10 @@ class _Columns:
 
     def __init__(self, target: torch.Tensor, width: int, vocab_size: int | None, info: GroupInfo) -> None:
         vocab_size = width * info.size if vocab_size is None else vocab_size
+        if not 0 < vocab_size <= width * info.size:
+            raise ValueError(
+                f"vocab_size {vocab_size}: it must be at least 1 and at most {width * info.size} (columns)"
+            )
         first = info.rank * width
         self.real = max(0, min(width, vocab_size - first))  # columns that are no padding
         self.counted = target >= 0
@@ -85,6 +89,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @backward_once
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, log_sum_exp = ctx.saved_tensors
         return _logits_gradient(logits, log_sum_exp, ctx.columns, grad_loss, slice(None)), None, None
@@ -104,6 +109,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @backward_once
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, log_sum_exp = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
@@ -120,6 +126,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _chunks(hidden: torch.Tensor, chunk: int) -> list[slice]:
     return [slice(start, start + chunk) for start in range(0, hidden.size(0), chunk)]
+
+
+def _check_target(target: torch.Tensor, x: torch.Tensor) -> None:
+    if target.shape != x.shape[:-1]:
+        raise ValueError(
+            f"target of shape {tuple(target.shape)}: with an input of shape {tuple(x.shape)} it must be "
+            f"{tuple(x.shape[:-1])}"
+        )
 
 
 def vocab_parallel_cross_entropy(
@@ -141,16 +155,12 @@ def vocab_parallel_cross_entropy(
             real.
 
     Raises:
-        ValueError: a target at or above the vocabulary size, on a CPU. On CUDA it stops the kernel with a device-side
+        ValueError: shapes that do not fit, and on a CPU a target at or above the vocabulary size. On CUDA it stops the kernel with a device-side
             assertion instead, since looking at it here would make the host wait.
     """
     info = resolve_group(group)
     width = vocab_parallel_logits.size(-1)
-    if target.shape != vocab_parallel_logits.shape[:-1]:
-        raise ValueError(
-            f"target of shape {tuple(target.shape)}: logits of shape {tuple(vocab_parallel_logits.shape)} need one "
-            f"of {tuple(vocab_parallel_logits.shape[:-1])}"
-        )
+    _check_target(target, vocab_parallel_logits)
     columns = _Columns(target.flatten(), width, vocab_size, info)
     loss = apply(_CrossEntropy, vocab_parallel_logits.reshape(-1, width), columns, info)
     return loss.view(target.shape)
@@ -178,10 +188,13 @@ def vocab_parallel_linear_cross_entropy(
         target, vocab_size: as in `vocab_parallel_cross_entropy`.
 
     Raises:
-        ValueError: as there, and a `chunk_size` below 1.
+        ValueError: as there, a `chunk_size` below 1, and shapes that do not fit.
     """
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size {chunk_size}: it must be at least 1")
+    if hidden.dim() != 2:
+        raise ValueError(f"hidden of shape {tuple(hidden.shape)}: it must be [tokens, h]")
+    _check_target(target, hidden)
     if chunk_size is None or chunk_size >= hidden.size(0):
         return vocab_parallel_cross_entropy(F.linear(hidden, weight), target, vocab_size=vocab_size, group=group)
     info = resolve_group(group)

@@ -26,6 +26,8 @@ def broadcast_data(
     Raises:
         ValueError: on every rank, where a key is missing on the first or has another dtype or too many dimensions.
     """
+    if not keys:
+        return {}
     info = resolve_group(None)
     first = info.rank == 0
     problems = _problems(keys, data or {}, datatype) if first else []

@@ -160,20 +160,37 @@ def _start(
     """Fill the state; make every group that was not adopted, in one order on every rank."""
     rank = dist.get_rank()
     state = _State(topology, dict(adopted))
-    for kind in KINDS:
+    tables = {kind: topology.groups(kind) for kind in KINDS}
+    for kind, table in tables.items():
         members = topology.group_of(kind, rank)
         if members:
             state.members[kind] = members
-        if kind not in adopted:
-            _make_groups(state, topology, kind, timeout)
+        twin = _twin(kind, tables)
+        if twin is not None and kind not in adopted:
+            state.groups[kind] = state.groups[twin]
+        elif kind not in adopted:
+            _make_groups(state, table, kind, timeout)
     state.virtual_size = virtual
     state.virtual_rank = None if virtual is None else 0
     _replace_state(state)
 
 
-def _make_groups(state: _State, topology: Topology, kind: str, timeout: timedelta | None) -> None:
+def _twin(kind: str, tables: dict[str, list[list[int]]]) -> str | None:
+    """An earlier kind with the same groups that can serve for `kind` too: a communicator costs memory on the device.
+
+    True of groups of one rank, and of the model group where there is no pipeline. Kinds whose collectives may be under
+    way at the same time are kept apart.
+    """
+    if len(tables[kind][0]) == 1:
+        candidates = KINDS[: KINDS.index(kind)]
+    else:
+        candidates = ("tensor",) if kind == "model" else ()
+    return next((other for other in candidates if tables[other] == tables[kind]), None)
+
+
+def _make_groups(state: _State, table: list[list[int]], kind: str, timeout: timedelta | None) -> None:
     """Every rank makes every group, its own or not, as `torch.distributed.new_group` asks; its own are kept."""
-    for ranks in topology.groups(kind):
+    for ranks in table:
         # Unsorted: an adopted mesh may hold its ranks in another order than ours.
         group = dist.new_group(ranks, timeout=timeout, group_desc=f"mpu_{kind}", sort_ranks=False)
         if ranks == state.members.get(kind):

@@ -48,18 +48,18 @@ class _ParallelLayer(nn.Module):
     def _add(
         self,
         name: str,
-        global_shape: tuple[int, ...],
+        local: tuple[int, ...],
+        whole: tuple[int, ...],
         split_dim: int | None,
         fill: Initializer,
-        local: tuple[int, ...],
         stride: int = 1,
-        **factory: Any,
+        **where: Any,
     ) -> None:
-        """Register an empty parameter of shape `local` and say where it belongs and how it is filled."""
+        """Register an empty parameter of shape `local`, saying where in the whole it belongs and how that is filled."""
         size = self.group.size if split_dim is not None else 1
         offset = 0 if split_dim is None else self.group.rank * (local[split_dim] // stride)
-        self.register_parameter(name, nn.Parameter(torch.empty(local, **factory)))
-        self.sharding[name] = Sharding(name, global_shape, split_dim, offset, stride, size)
+        self.register_parameter(name, nn.Parameter(torch.empty(local, **where)))
+        self.sharding[name] = Sharding(name, whole, split_dim, offset, stride, size)
         self.initializers[name] = fill
 
     def _fill(self) -> dict[str, torch.Tensor]:
@@ -121,10 +121,10 @@ class ColumnParallelLinear(_ParallelLayer):
         self.input_size, self.output_size = input_size, output_size
         self.gather_output, self.skip_bias_add, self.stride = gather_output, skip_bias_add, stride
         self.output_size_per_partition = part = self._part("output_size", output_size, stride)
-        make: dict[str, Any] = {"stride": stride, "dtype": dtype, "device": device}
-        self._add("weight", (output_size, input_size), 0, init_method, (part, input_size), **make)
+        where: dict[str, Any] = {"dtype": dtype, "device": device}
+        self._add("weight", (part, input_size), (output_size, input_size), 0, init_method, stride, **where)
         if bias:
-            self._add("bias", (output_size,), 0, nn.init.zeros_, (part,), **make)
+            self._add("bias", (part,), (output_size,), 0, nn.init.zeros_, stride, **where)
         else:
             self.register_parameter("bias", None)
         wholes = self._fill()
@@ -183,10 +183,10 @@ class RowParallelLinear(_ParallelLayer):
         self.input_size, self.output_size = input_size, output_size
         self.input_is_parallel, self.skip_bias_add, self.stride = input_is_parallel, skip_bias_add, stride
         self.input_size_per_partition = part = self._part("input_size", input_size, stride)
-        make: dict[str, Any] = {"dtype": dtype, "device": device}
-        self._add("weight", (output_size, input_size), 1, init_method, (output_size, part), stride, **make)
+        where: dict[str, Any] = {"dtype": dtype, "device": device}
+        self._add("weight", (output_size, part), (output_size, input_size), 1, init_method, stride, **where)
         if bias:
-            self._add("bias", (output_size,), None, nn.init.zeros_, (output_size,), **make)
+            self._add("bias", (output_size,), (output_size,), None, nn.init.zeros_, **where)
         else:
             self.register_parameter("bias", None)
         wholes = self._fill()
@@ -200,7 +200,7 @@ class RowParallelLinear(_ParallelLayer):
         output = reduce_from_tensor_model_parallel_region(F.linear(x, self.weight), self.group, in_place=True)
         if self.skip_bias_add:
             return output, self.bias
-        return output if self.bias is None else output + self.bias, None
+        return output if self.bias is None else output + self.bias.to(output.dtype), None
 
     def extra_repr(self) -> str:
         return (
@@ -224,8 +224,8 @@ class VocabParallelEmbedding(_ParallelLayer):
 
     Raises:
         ValueError: `num_embeddings` is not divisible by the ranks or below `real_num_embeddings`. In `forward`, on a
-            CPU, for an id outside the real rows; on CUDA such an id stops the lookup with a device-side assertion, since
-            looking at it on the host would make it wait.
+            CPU, for an id outside the real rows; on CUDA such an id stops the lookup with a device-side assertion,
+            since looking at it on the host would make it wait.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class VocabParallelEmbedding(_ParallelLayer):
         self.vocab_start_index, self.vocab_end_index = VocabUtility.vocab_range_from_per_partition_vocab_size(
             part, self.group.rank, self.group.size
         )
-        self._add("weight", (real, embedding_dim), 0, init_method, (part, embedding_dim), dtype=dtype, device=device)
+        self._add("weight", (part, embedding_dim), (real, embedding_dim), 0, init_method, dtype=dtype, device=device)
         self._fill()
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:

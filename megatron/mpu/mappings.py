@@ -4,12 +4,21 @@ Each is named by what it does forwards and says what it does backwards. The pape
 `copy_to`, its g is `reduce_from`. All are the identity in a group of one rank.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from megatron.mpu.collectives import all_gather_first_dim, all_reduce, reduce_scatter_first_dim
 from megatron.mpu.initialize import Group, GroupInfo, resolve_group
+
+_Backward = TypeVar("_Backward", bound=Callable[..., Any])
+
+
+def backward_once(function: _Backward) -> _Backward:
+    """For a backward pass that autograd cannot see into: a second derivative raises instead of being wrong."""
+    return once_differentiable(function)  # type: ignore[return-value]
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
@@ -56,6 +65,7 @@ class _Copy(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @backward_once
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _reduced(grad, ctx.info, ctx.in_place), None, None
 
@@ -70,6 +80,7 @@ class _Reduce(torch.autograd.Function):
         return _reduced(x, info, in_place)
 
     @staticmethod
+    @backward_once
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return grad, None, None
 
@@ -83,6 +94,7 @@ class _Scatter(torch.autograd.Function):
         return _split_last(x, info, stride)
 
     @staticmethod
+    @backward_once
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _gather_last(grad, ctx.info, ctx.stride), None, None
 
@@ -96,6 +108,7 @@ class _Gather(torch.autograd.Function):
         return _gather_last(x, info, stride)
 
     @staticmethod
+    @backward_once
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _split_last(grad, ctx.info, ctx.stride), None, None
 
@@ -109,6 +122,7 @@ class _ScatterSequence(torch.autograd.Function):
         return _split_first(x, info)
 
     @staticmethod
+    @backward_once
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return all_gather_first_dim(grad, ctx.info), None
 
@@ -122,6 +136,7 @@ class _GatherSequence(torch.autograd.Function):
         return all_gather_first_dim(x, info)
 
     @staticmethod
+    @backward_once
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         part = reduce_scatter_first_dim if ctx.sum_gradients else _split_first
         return part(grad, ctx.info), None, None
@@ -136,6 +151,7 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return reduce_scatter_first_dim(x, info)
 
     @staticmethod
+    @backward_once
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return all_gather_first_dim(grad, ctx.info), None
 

@@ -92,7 +92,8 @@ class RngTracker:
             yield
         finally:
             now = _default_states()
-            self._streams[name] = {device: now[device] for device in outside}
+            if name in self._streams:  # a state of a device that was not in use stays as it is
+                self._streams[name] |= {device: now[device] for device in outside}
             self._active = active
             _set_default_states(outside)
 

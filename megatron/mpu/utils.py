@@ -76,8 +76,8 @@ def local_rows(
     """Where ids are found among this rank's `rows` rows that begin at id `first`.
 
     Returns the row of each id (0 for ids that other ranks hold) and a mask, true for ids that others hold. An id
-    outside the vocabulary gets row `rows`, which does not exist: the lookup then fails on the device itself (a device-side
-    assertion on CUDA), so that a bad id is never taken for somebody else's, without a synchronisation.
+    outside the vocabulary gets row `rows`, which does not exist: the lookup then fails on the device itself (a
+    device-side assertion on CUDA), so that a bad id is never taken for somebody else's, without a synchronisation.
     """
     elsewhere = (ids < first) | (ids >= first + rows)
     outside = (ids < lowest) | (ids >= vocab_size)
