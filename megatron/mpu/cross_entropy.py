@@ -30,9 +30,7 @@ class _Columns:
     def __init__(self, target: torch.Tensor, width: int, vocab_size: int | None, info: GroupInfo) -> None:
         vocab_size = width * info.size if vocab_size is None else vocab_size
         if not 0 < vocab_size <= width * info.size:
-            raise ValueError(
-                f"vocab_size {vocab_size}: it must be at least 1 and at most {width * info.size} (columns)"
-            )
+            raise ValueError(f"vocab_size {vocab_size}: it must be at least 1 and at most {width * info.size}")
         first = info.rank * width
         self.real = max(0, min(width, vocab_size - first))  # columns that are no padding
         self.counted = target >= 0
@@ -155,8 +153,8 @@ def vocab_parallel_cross_entropy(
             real.
 
     Raises:
-        ValueError: shapes that do not fit, and on a CPU a target at or above the vocabulary size. On CUDA it stops the kernel with a device-side
-            assertion instead, since looking at it here would make the host wait.
+        ValueError: shapes that do not fit, and on a CPU a target at or above the vocabulary size. On CUDA such a target
+            stops the kernel with a device-side assertion, since looking at it on the host would make it wait.
     """
     info = resolve_group(group)
     width = vocab_parallel_logits.size(-1)

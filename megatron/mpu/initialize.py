@@ -181,10 +181,9 @@ def _twin(kind: str, tables: dict[str, list[list[int]]]) -> str | None:
     True of groups of one rank, and of the model group where there is no pipeline. Kinds whose collectives may be under
     way at the same time are kept apart.
     """
+    candidates: tuple[str, ...] = ("tensor",) if kind == "model" else ()
     if len(tables[kind][0]) == 1:
         candidates = KINDS[: KINDS.index(kind)]
-    else:
-        candidates = ("tensor",) if kind == "model" else ()
     return next((other for other in candidates if tables[other] == tables[kind]), None)
 
 
