@@ -1,4 +1,4 @@
-"""The command line: flags generated from the fields of configs, a YAML file of the same names, all complaints at once."""
+"""The command line: flags made from the fields of configs, a YAML file of the same names, all complaints at once."""
 
 import argparse
 import dataclasses
@@ -40,11 +40,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def _plain_type(annotation: Any) -> tuple[type, bool]:
-    """The type of one value and whether there are several: `int | None` -> (int, False), `tuple[str, ...]` -> (str, True)."""
+    """The type of one value, and whether there are several: `tuple[str, ...]` -> str, True."""
     if isinstance(annotation, types.UnionType):
-        annotation = next(
-            a for a in typing.get_args(annotation) if a is not types.NoneType
-        )
+        annotation = next(a for a in typing.get_args(annotation) if a is not types.NoneType)
     if typing.get_origin(annotation) in (list, tuple):
         return typing.get_args(annotation)[0], True
     return annotation, False
@@ -57,30 +55,24 @@ def _reader(name: str, kind: type) -> Callable[[str], Any]:
         try:
             return kind(text)
         except ValueError:
-            return Invalid(
-                f"{name} {text}: it must be {'a whole number' if kind is int else 'a number'}"
-            )
+            return Invalid(f"{name} {text}: it must be {'a whole number' if kind is int else 'a number'}")
 
     return read
 
 
-def add_config_flags(
-    parser: argparse.ArgumentParser, config_class: type[Config]
-) -> None:
+def add_config_flags(parser: argparse.ArgumentParser, config_class: type[Config]) -> None:
     """Add a flag for each field of `config_class` that was made by `base.config.flag`, in a group of its own.
 
     Fields that are bool become `--name` and `--no-name`; fields that are lists or tuples take several values.
     Nothing is filled in for a flag that is not given: the config's own defaults stand.
     """
-    group = parser.add_argument_group(
-        (config_class.__doc__ or config_class.__name__).split("\n")[0].rstrip(".")
-    )
+    group = parser.add_argument_group((config_class.__doc__ or config_class.__name__).split("\n")[0].rstrip("."))
     for field in dataclasses.fields(config_class):
         info = flag_info(field)
         if info is None:
             continue
         names = [flag_name(field.name), *("--" + alias for alias in info.aliases)]
-        help_text = info.doc.replace("%", "%%") + _default_text(field)
+        help_text = info.doc.rstrip(".").replace("%", "%%") + _default_text(field)
         kind, several = _plain_type(field.type)
         shared: dict[str, Any] = {
             "dest": field.name,
@@ -101,17 +93,11 @@ def add_config_flags(
 def _default_text(field: dataclasses.Field[Any]) -> str:
     if field.default is dataclasses.MISSING:
         return " (obligatory)"
-    return (
-        ""
-        if field.default is None
-        else f" (default: {str(field.default).replace('%', '%%')})"
-    )
+    return "" if field.default is None else f" (default: {str(field.default).replace('%', '%%')})"
 
 
-def config_from_namespace(
-    config_class: type[Made], namespace: argparse.Namespace
-) -> Made:
-    """The config whose flags `add_config_flags` added, from what was parsed; raises `ConfigError` with all complaints."""
+def config_from_namespace(config_class: type[Made], namespace: argparse.Namespace) -> Made:
+    """The config whose flags `add_config_flags` added, from what was parsed; `ConfigError` has all complaints."""
     return make_section(config_class, _field_values(namespace))
 
 
@@ -120,9 +106,7 @@ def _field_values(namespace: argparse.Namespace) -> dict[str, Any]:
     values = dict(vars(namespace))
     for name, value in values.items():
         if isinstance(value, list):
-            values[name] = next(
-                (v for v in value if isinstance(v, Invalid)), tuple(value)
-            )
+            values[name] = next((v for v in value if isinstance(v, Invalid)), tuple(value))
     return values
 
 
@@ -150,13 +134,9 @@ def flags_from_yaml(path: str) -> list[str]:
         with open(path, encoding="utf-8") as stream:
             content = yaml.safe_load(stream) or {}
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            [f"--config {path}: it cannot be read ({' '.join(str(error).split())})"]
-        ) from error
+        raise ConfigError([f"--config {path}: it cannot be read ({' '.join(str(error).split())})"]) from error
     if not isinstance(content, dict):
-        raise ConfigError(
-            [f"--config {path}: it must be a mapping of flag names to values"]
-        )
+        raise ConfigError([f"--config {path}: it must be a mapping of flag names to values"])
     words: list[str] = []
     for key, value in content.items():
         words += _yaml_words(str(key).replace("_", "-"), value)
@@ -183,9 +163,7 @@ def _parser_of(composed: type[ComposedConfig], prog: str | None) -> Parser:
     for config_class in section_types(composed).values():
         add_config_flags(parser, config_class)
     for name, reason in composed.ignored_flags.items():
-        parser.add_argument(
-            "--" + name, action="store_true", help=f"accepted and ignored: {reason}"
-        )
+        parser.add_argument("--" + name, action="store_true", help=f"accepted and ignored: {reason}")
     # torch.distributed.launch passes it; the environment says the same.
     parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)
     return parser
@@ -218,6 +196,4 @@ def parse_composed(
         if vars(namespace)[name.replace("-", "_")]:
             print(f"--{name} is ignored: {reason}", flush=True)
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
-    return compose(
-        composed, _field_values(namespace), ranks, unknown_flag_problems(extras, parser)
-    )
+    return compose(composed, _field_values(namespace), ranks, unknown_flag_problems(extras, parser))

@@ -1,4 +1,4 @@
-"""The configs that the training loop reads, and all configs of a run composed, with the complaints of their combination."""
+"""The configs that the training loop reads, and all configs of a run composed, with complaints of combinations."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,7 +9,6 @@ from megatron.base.config import (
     Config,
     choice_problems,
     flag,
-    flag_name,
     minimum_problems,
 )
 from megatron.checkpointing.config import CheckpointConfig
@@ -34,14 +33,10 @@ class DistributedConfig(Config):
         "nccl trains on GPUs, gloo on CPUs; nccl where there is a GPU if not given",
         choices=[None, "nccl", "gloo"],
     )
-    distributed_timeout_minutes: float = flag(
-        10.0, "minutes after which a collective that waits for a rank fails"
-    )
+    distributed_timeout_minutes: float = flag(10.0, "minutes after which a collective that waits for a rank fails")
 
     def problems(self) -> list[str]:
-        found = choice_problems(self) + minimum_problems(
-            self, 1, "tensor_model_parallel_size"
-        )
+        found = choice_problems(self) + minimum_problems(self, 1, "tensor_model_parallel_size")
         return found + minimum_problems(self, 0.01, "distributed_timeout_minutes")
 
 
@@ -70,14 +65,10 @@ class TrainingConfig(Config):
         "tokens: divide by the counted tokens of the global batch; microbatch: mean of micro-batch means",
         choices=["tokens", "microbatch"],
     )
-    eval_interval: int = flag(
-        1000, "iterations between evaluations on the validation set"
-    )
+    eval_interval: int = flag(1000, "iterations between evaluations on the validation set")
     eval_iters: int = flag(100, "global batches of one evaluation; 0 for none")
     eval_at_start: bool = flag(False, "evaluate before the first iteration too")
-    exit_interval: int | None = flag(
-        None, "end the run when the iteration is a multiple of this"
-    )
+    exit_interval: int | None = flag(None, "end the run when the iteration is a multiple of this")
 
     def problems(self) -> list[str]:
         found = choice_problems(self)
@@ -97,12 +88,8 @@ class LoggingConfig(Config):
     """Where progress is written."""
 
     log_interval: int = flag(100, "iterations between log lines")
-    tensorboard_dir: str | None = flag(
-        None, "folder for TensorBoard scalars; none are written if not given"
-    )
-    metrics_file: str | None = flag(
-        None, "file to which each log line is appended as one JSON object"
-    )
+    tensorboard_dir: str | None = flag(None, "folder for TensorBoard scalars; none are written if not given")
+    metrics_file: str | None = flag(None, "file to which each log line is appended as one JSON object")
     progress_bar: bool = flag(False, "show a progress bar")
 
     def problems(self) -> list[str]:
@@ -165,9 +152,7 @@ class RunConfig(ComposedConfig):
     def _batch_problems(self, world_size: int) -> list[str]:
         t = self.distributed.tensor_model_parallel_size
         if world_size % t:
-            return [
-                f"--tensor-model-parallel-size {t}: it must divide the number of ranks, which is {world_size}"
-            ]
+            return [f"--tensor-model-parallel-size {t}: it must divide the number of ranks, which is {world_size}"]
         total, micro = self.training.global_batch_size, self.training.micro_batch_size
         data = self.data_parallel_size(world_size)
         if total is not None and total % (micro * data):

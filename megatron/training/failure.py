@@ -1,12 +1,11 @@
-"""How a run ends when something is wrong: a sentence and exit code 2 for the user's mistakes, one message from all ranks."""
+"""How a run ends when something is wrong: exit code 2 and sentences for mistakes, one message from all ranks."""
 
 import contextlib
 import os
 import sys
 import time
 from collections.abc import Iterator
-
-from torch import distributed as dist
+from typing import Protocol
 
 from megatron.base.complaints import problems_of
 
@@ -14,6 +13,12 @@ _KEY = "megatron/first-failure"
 
 # Seconds that ranks other than a node's first leave it to tell a mistake that all of them see alike.
 _SILENT_WAIT = 20.0
+
+
+class Store(Protocol):
+    """What is needed of a `torch.distributed` store: keep a value where there is none, and give the one kept."""
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
 @contextlib.contextmanager
@@ -41,7 +46,7 @@ def print_problems(error: ValueError | OSError) -> None:
 
 
 @contextlib.contextmanager
-def shared_failure(store: dist.Store | None, rank: int) -> Iterator[None]:
+def shared_failure(store: Store | None, rank: int) -> Iterator[None]:
     """Make the ranks of a run end with the message of the one that failed first.
 
     An exception inside the block is offered to `store`, which keeps the first. The rank whose message it is raises on;
@@ -62,7 +67,7 @@ def shared_failure(store: dist.Store | None, rank: int) -> Iterator[None]:
         raise
 
 
-def _first_failure(store: dist.Store | None, own: str) -> str:
+def _first_failure(store: Store | None, own: str) -> str:
     """The message that `store` has kept, which is `own` where it is the first or the store is gone."""
     if store is None:
         return own

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from megatron import mpu
 from megatron.training.config import DistributedConfig
@@ -16,12 +18,17 @@ from megatron.training.failure import shared_failure
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """Where this process stands: its rank of `size`, its device, and the store that the ranks met in (None if adopted)."""
+    """Where this process stands: its rank of `size`, its device, the store that the ranks met in (None if adopted)."""
 
     rank: int
     size: int
     device: torch.device
-    store: dist.Store | None
+    store: Store | None
+
+
+def world_size() -> int:
+    """The number of ranks: of the world that exists already, else of the launcher's environment, else one."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def choose_backend(backend: str | None) -> str:
@@ -45,15 +52,15 @@ def bind_device(backend: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _meet(backend: str, timeout: datetime.timedelta, device: torch.device) -> dist.Store:
+def _meet(backend: str, timeout: datetime.timedelta, device: torch.device) -> Store:
     """Start `torch.distributed` by the launcher's environment, or as a world of one where there is none."""
     if "RANK" in os.environ:
-        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
     else:
-        store, rank, size = dist.HashStore(), 0, 1
+        store, rank, size = HashStore(), 0, 1
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("process-group", store),
+        store=PrefixStore("process-group", store),
         rank=rank,
         world_size=size,
         timeout=timeout,

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor, distributed as dist, nn
+from torch import Tensor, nn
+from torch import distributed as dist
 
 from megatron.optimizer import Optimizer
 

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# From nothing to a trained GPT on two tensor-parallel ranks of this machine's CPU, in a few minutes.
+#
+#   bash examples/quickstart.sh [FOLDER]     everything is made below FOLDER (quickstart/ in the repository by default)
+#
+# It sets up the environment, gathers the text of the Python standard library, trains a tokenizer on it, tokenizes it,
+# pretrains, and prints a table of losses, the held-out perplexity before and after, and a generated sample.
+set -euo pipefail
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+folder=${1:-$repository/quickstart}
+iterations=${QUICKSTART_ITERS:-300}
+
+step() { printf '\n== %s\n' "$*"; }
+
+step "1/6 environment"
+source "$repository/tools/setup_environment.sh"
+cd "$repository"
+mkdir -p "$folder"
+rm -rf "$folder/checkpoints" "$folder/tensorboard" "$folder/metrics.jsonl"
+
+step "2/6 text: the Python standard library"
+python examples/quickstart/gather_text.py "$folder/corpus.jsonl"
+
+step "3/6 tokenizer: byte-level BPE with 4,096 entries"
+python tools/train_tokenizer.py --input "$folder/corpus.jsonl" --vocab-size 4096 --output-dir "$folder/tokenizer"
+
+tokenizer=(--tokenizer-type GPT2BPETokenizer
+  --vocab-file "$folder/tokenizer/vocab.json" --merge-file "$folder/tokenizer/merges.txt")
+
+step "4/6 tokens"
+python tools/preprocess_data.py --input "$folder/corpus.jsonl" --output-prefix "$folder/corpus" --append-eod \
+  --workers 2 "${tokenizer[@]}"
+
+step "5/6 pretraining on two tensor-parallel ranks"
+model=(--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256
+  --attention-dropout 0 --hidden-dropout 0)  # one pass over the text: nothing to guard against
+batch=(--micro-batch-size 8 --global-batch-size 8 --train-iters "$iterations")
+rate=(--lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05)
+watch=(--log-interval 10 --eval-interval 100 --eval-iters 10 --eval-at-start --progress-bar
+  --metrics-file "$folder/metrics.jsonl" --tensorboard-dir "$folder/tensorboard")
+torchrun --standalone --nproc-per-node 2 pretrain_gpt.py --tensor-model-parallel-size 2 --distributed-backend gloo \
+  --data-path "$folder/corpus_text_document" --split 95,5,0 --num-workers 0 --save "$folder/checkpoints" \
+  "${tokenizer[@]}" "${model[@]}" "${batch[@]}" "${rate[@]}" "${watch[@]}"
+
+step "6/6 what it has learned"
+python examples/quickstart/report.py "$folder/metrics.jsonl"
+printf '\na sample:\n'
+torchrun --standalone --nproc-per-node 2 tools/generate_text.py --load "$folder/checkpoints" --distributed-backend gloo \
+  --prompt "def read_" --out-seq-length 80 --top-k 20 --temperature 0.8
+printf '\nTensorBoard: tensorboard --logdir %s\n' "$folder/tensorboard"

@@ -1,0 +1,44 @@
+"""A trained GPT from a checkpoint, built from what the checkpoint says of itself."""
+
+import dataclasses
+import os
+from typing import Any
+
+import torch
+
+from megatron import mpu
+from megatron.base.compose import make_section
+from megatron.checkpointing import load_checkpoint, read_state
+from megatron.model import GPTModel, TransformerConfig
+from megatron.tokenizer import TokenizerConfig
+from megatron.training.state import layout
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredConfig:
+    """The part of a checkpoint's config that its use needs."""
+
+    model: TransformerConfig
+    tokenizer: TokenizerConfig
+
+
+def stored_config(directory: str | os.PathLike[str]) -> StoredConfig:
+    """What the newest checkpoint below `directory` was trained with. Raises ValueError where there is none."""
+    config: dict[str, Any] = read_state(directory)["config"]
+    return StoredConfig(
+        make_section(TransformerConfig, config["model"]), make_section(TokenizerConfig, config["tokenizer"])
+    )
+
+
+def load_gpt(
+    directory: str | os.PathLike[str], stored: StoredConfig, vocab_size: int, dtype: torch.dtype, device: torch.device
+) -> GPTModel:
+    """The GPT of the newest checkpoint below `directory`, in evaluation mode, split as the current tensor group is.
+
+    Raises ValueError where a tensor is missing, damaged or of another shape.
+    """
+    model = GPTModel(stored.model, vocab_size, dtype=dtype, device=device)
+    shardings = mpu.parameter_shardings(model)
+    tensors = {name: (p.detach(), shardings[name]) for name, p in model.named_parameters()}
+    load_checkpoint(directory, tensors, rank=torch.distributed.get_rank(), layout=layout(), skip=("optimizer.",))
+    return model.eval()

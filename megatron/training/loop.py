@@ -1,0 +1,275 @@
+"""`pretrain`: from a config, a model, data and a forward step to a trained model."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from megatron import mpu
+from megatron.base.formulas import model_flops
+from megatron.data import GlobalBatchSampler, build_loader
+from megatron.optimizer import Optimizer, learning_rate
+from megatron.training.config import BatchSizes, RunConfig
+from megatron.training.observers import Audience, Observer, configured_observers
+from megatron.training.setup import World, distributed_world, world_size
+from megatron.training.state import RunState, Trainee, restore, save
+from megatron.training.step import Batch, ForwardStep, evaluate, train_step
+from megatron.training.throughput import Interval, Workload, device_peak, memory_gib
+
+
+class TokenStore(Protocol):
+    """The tokens that a dataset cuts its samples from."""
+
+    def max_token_id(self, part: int = 0, parts: int = 1) -> int:
+        """The highest id in the `part`-th of `parts` shares of the tokens."""
+        ...
+
+
+class TokenDataset(Protocol):
+    """What the loop needs of a dataset: a length, samples of named arrays, and the tokens that it cuts them from."""
+
+    @property
+    def indexed(self) -> TokenStore: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]: ...
+
+
+# Samples wanted for training, validation and test; 0 for a split that is not used.
+SampleCounts = tuple[int, int, int]
+Datasets = Sequence[TokenDataset | None]  # training, validation, test
+
+ModelProvider = Callable[[torch.dtype, torch.device], nn.Module]
+DatasetProvider = Callable[[SampleCounts], Datasets]
+
+# exp of a larger number is no float.
+_HIGHEST_EXPONENT = 700.0
+
+SPLITS = ("training", "validation", "test")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Everything that the loop holds while it goes on; what moves is in `trainee`."""
+
+    config: RunConfig
+    world: World
+    sizes: BatchSizes
+    trainee: Trainee
+    datasets: Datasets
+    forward_step: ForwardStep
+    vocab_size: int
+    audience: Audience
+
+    def batches(self, dataset: TokenDataset, consumed_samples: int, num_samples: int) -> Iterator[Batch]:
+        """This replica's micro-batches of `dataset` from `consumed_samples` to `num_samples`, in the global order."""
+        sampler = GlobalBatchSampler(
+            num_samples,
+            consumed_samples,
+            global_batch_size=self.sizes.global_batch_size,
+            micro_batch_size=self.sizes.micro_batch_size,
+            data_rank=mpu.get_data_parallel_rank(),
+            data_size=mpu.get_data_parallel_world_size(),
+        )
+        return iter(build_loader(dataset, sampler, self.config.data.num_workers, self.config.training.seed))
+
+    def workload(self) -> Workload:
+        """What one iteration computes."""
+        model, batch, s = self.config.model, self.sizes.global_batch_size, self.config.data.seq_length
+        flops = model_flops(
+            batch, s, model.num_layers, model.hidden_size, self.vocab_size, model.ffn_size, model.projection_size
+        )
+        dtype = params_dtype(self.config)
+        return Workload(batch * s, flops, self.world.size, device_peak(self.world.device, dtype))
+
+
+def params_dtype(config: RunConfig) -> torch.dtype:
+    """The torch dtype that `--params-dtype` names."""
+    return {"float32": torch.float32, "float64": torch.float64}[config.training.params_dtype]
+
+
+def sample_counts(config: RunConfig, ranks: int) -> SampleCounts:
+    """Samples of each split: all iterations of training; one evaluation, which always sees the same samples."""
+    batch = config.batch_sizes(ranks).global_batch_size
+    evaluated = config.training.eval_iters * batch
+    return max(config.training.train_iters, 1) * batch, evaluated, evaluated
+
+
+def check_vocabulary(datasets: Datasets, vocab_size: int, world: World) -> None:
+    """Raise `ValueError` where any token id of the data is not below `vocab_size`.
+
+    Each rank reads its share of the files; the highest id is agreed by one all-reduce for each set of files.
+    """
+    stores = {id(d.indexed): d.indexed for d in datasets if d is not None}
+    for store in stores.values():
+        highest = torch.tensor(store.max_token_id(world.rank, world.size), device=world.device)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+        if highest.item() >= vocab_size:
+            raise ValueError(
+                f"--data-path: the data holds the token id {highest.item()}, but the vocabulary has only {vocab_size} "
+                "ids; give the vocabulary that the data was preprocessed with"
+            )
+
+
+def pretrain(
+    config: RunConfig,
+    *,
+    model_provider: ModelProvider,
+    dataset_provider: DatasetProvider,
+    forward_step: ForwardStep,
+    vocab_size: int,
+    observers: Sequence[Observer] = (),
+) -> Trainee:
+    """Train a model as `config` says, on every rank of the launcher's world alike.
+
+    Args:
+        model_provider: makes the model, given dtype and device, when model parallelism is initialised.
+        dataset_provider: makes training, validation and test sets for the asked numbers of samples; None for no set.
+        forward_step: (model, micro-batch) -> sum of losses and number of counted tokens.
+        vocab_size: real size of the vocabulary, without padding.
+        observers: watch the run beside those that the flags ask for; called on the reporting rank alone.
+
+    Returns what was trained. Raises `ValueError` for whatever the user can mend; once ranks have met, an error on one
+    ends all with its message (`training.failure`).
+    """
+    datasets = dataset_provider(sample_counts(config, world_size()))
+    with distributed_world(config.distributed, config.training.seed) as world:
+        check_vocabulary(datasets, vocab_size, world)
+        audience = Audience([*configured_observers(config.logging), *observers] if world.rank == 0 else [])
+        trainee = _new_trainee(config, model_provider, world)
+        sizes = config.batch_sizes(world.size)
+        run = Run(config, world, sizes, trainee, datasets, forward_step, vocab_size, audience)
+        try:
+            audience.on_start(_description(run))
+            _resume(run)
+            _train(run)
+        finally:
+            audience.on_end()
+    return trainee
+
+
+def _new_trainee(config: RunConfig, model_provider: ModelProvider, world: World) -> Trainee:
+    model = model_provider(params_dtype(config), world.device)
+    optimizer = Optimizer(
+        model,
+        mpu.parameter_shardings(model),
+        config.optimizer,
+        data_group=mpu.get_data_parallel_group(),
+        tensor_group=mpu.get_tensor_model_parallel_group(),
+        tensor_rank=mpu.get_tensor_model_parallel_rank(),
+    )
+    return Trainee(model, optimizer, RunState())
+
+
+def _description(run: Run) -> str:
+    shardings = mpu.parameter_shardings(run.trainee.model)
+    parameters = sum(torch.Size(s.global_shape).numel() for s in shardings.values())
+    sizes, world = run.sizes, run.world
+    return (
+        f"{parameters:,} parameters on {world.size} ranks ({world.device.type}): tensor "
+        f"{mpu.get_tensor_model_parallel_world_size()}, data {mpu.get_data_parallel_world_size()}; "
+        f"global batch {sizes.global_batch_size} = micro batch {sizes.micro_batch_size} x {sizes.num_micro_batches} "
+        f"x data; {run.config.training.train_iters} iterations"
+    )
+
+
+def _resume(run: Run) -> None:
+    message = restore(run.trainee, run.config, run.world)
+    if message:
+        run.audience.on_message(message)
+
+
+def _train(run: Run) -> None:
+    training, state = run.datasets[0], run.trainee.state
+    assert training is not None
+    total = run.config.training.train_iters
+    if run.config.training.eval_at_start and state.iteration == 0:
+        _evaluate(run, "validation")
+    batches = run.batches(training, state.consumed_samples, total * run.sizes.global_batch_size)
+    interval = Interval(run.workload())
+    while state.iteration < total:
+        _iterate(run, batches, interval)
+        with interval.paused():
+            if _due(run.config.training.eval_interval, state.iteration):
+                _evaluate(run, "validation")
+            if _due(run.config.checkpoint.save_interval, state.iteration):
+                _save(run)
+        if _due(run.config.training.exit_interval, state.iteration):
+            break
+    _save(run)
+    if state.iteration == total:
+        _final_evaluations(run)
+
+
+def _iterate(run: Run, batches: Iterator[Batch], interval: Interval) -> None:
+    """One iteration, counted and logged."""
+    config, state = run.config, run.trainee.state
+    total, batch_size = config.training.train_iters, run.sizes.global_batch_size
+    lr = learning_rate(config.schedule, state.consumed_samples, train_iters=total, global_batch_size=batch_size)
+    step = train_step(
+        run.trainee.model,
+        run.trainee.optimizer,
+        batches,
+        run.forward_step,
+        num_micro_batches=run.sizes.num_micro_batches,
+        lr=lr,
+        normalization=config.training.loss_normalization,
+        data_group=mpu.get_data_parallel_group(),
+        device=run.world.device,
+    )
+    interval.add(step)
+    state.iteration += 1
+    state.consumed_samples += batch_size
+    run.audience.on_iteration(state.iteration, total)
+    if _due(config.logging.log_interval, state.iteration):
+        progress = {"iteration": state.iteration, "consumed-samples": state.consumed_samples, "lr": lr}
+        memory = {"memory-GiB": memory_gib(run.world.device)}
+        run.audience.on_log({**progress, **interval.report(), **memory})
+
+
+def _due(interval: int | None, iteration: int) -> bool:
+    return interval is not None and iteration % interval == 0
+
+
+def _evaluate(run: Run, split: str) -> None:
+    """The loss on the first `--eval-iters` global batches of `split`; nothing where there is no such set."""
+    dataset, config = run.datasets[SPLITS.index(split)], run.config.training
+    if dataset is None or config.eval_iters == 0:
+        return
+    loss = evaluate(
+        run.trainee.model,
+        run.batches(dataset, 0, config.eval_iters * run.sizes.global_batch_size),
+        run.forward_step,
+        normalization=config.loss_normalization,
+        data_group=mpu.get_data_parallel_group(),
+        device=run.world.device,
+    ).mean
+    perplexity = math.exp(min(loss, _HIGHEST_EXPONENT))
+    run.audience.on_evaluation(
+        split, {"iteration": run.trainee.state.iteration, "loss": loss, "perplexity": perplexity}
+    )
+
+
+def _final_evaluations(run: Run) -> None:
+    if not _due(run.config.training.eval_interval, run.trainee.state.iteration):
+        _evaluate(run, "validation")
+    _evaluate(run, "test")
+
+
+def _save(run: Run) -> None:
+    """Write a checkpoint below `--save`, if asked for and not written for this iteration yet."""
+    config, state = run.config, run.trainee.state
+    if config.checkpoint.save is None or state.saved_iteration == state.iteration:
+        return
+    began = time.perf_counter()
+    save(run.trainee, config, run.world)
+    state.saved_iteration = state.iteration
+    run.audience.on_message(
+        f"saved iteration {state.iteration} to {config.checkpoint.save} in {time.perf_counter() - began:.1f} s"
+    )

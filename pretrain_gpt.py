@@ -1,0 +1,64 @@
+"""Pretrain a GPT: `torchrun --nproc-per-node N pretrain_gpt.py FLAGS` (or plain `python` for one rank); see --help.
+
+This file says what a GPT run is made of: its model, its data and its loss. To train something of your own, write a file
+like this one around `megatron.training.loop.pretrain`.
+"""
+
+import functools
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megatron.data import build_gpt_datasets
+from megatron.model import GPTModel, build_gpt
+from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.training.arguments import parse_composed
+from megatron.training.config import RunConfig
+from megatron.training.failure import user_errors
+from megatron.training.loop import Datasets, SampleCounts, pretrain
+from megatron.training.observers import Observer
+from megatron.training.state import Trainee
+from megatron.training.step import Batch
+
+
+def provide_model(config: RunConfig, vocab_size: int, dtype: torch.dtype, device: torch.device) -> GPTModel:
+    """This rank's part of the model, its weights drawn from the seed alike for every layout."""
+    return build_gpt(config.model, vocab_size, config.training.seed, dtype=dtype, device=device)
+
+
+def provide_datasets(config: RunConfig, tokenizer: Tokenizer, counts: SampleCounts) -> Datasets:
+    """Training, validation and test sets cut from `--data-path` by `--split`, for the samples that the run will ask."""
+    eod_id = tokenizer.eod if config.data.eod_mask_loss else None
+    return build_gpt_datasets(config.data, num_samples=counts, seed=config.training.seed, eod_id=eod_id)
+
+
+def forward_step(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The sum of the losses of the counted tokens of a micro-batch, and their number."""
+    losses = model(batch["tokens"], labels=batch["labels"])  # [b, s]
+    mask = batch["loss_mask"]  # [b, s]
+    return (losses * mask).sum(), mask.sum()
+
+
+def train(config: RunConfig, observers: Sequence[Observer] = ()) -> Trainee:
+    """Train as `config` says, on every rank of the launcher's world alike."""
+    tokenizer = build_tokenizer(config.tokenizer)
+    return pretrain(
+        config,
+        model_provider=functools.partial(provide_model, config, tokenizer.vocab_size),
+        dataset_provider=functools.partial(provide_datasets, config, tokenizer),
+        forward_step=forward_step,
+        vocab_size=tokenizer.vocab_size,
+        observers=observers,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the flags and train; the user's mistakes end it with exit code 2 and a sentence for each."""
+    with user_errors():
+        train(parse_composed(RunConfig, argv, prog="pretrain_gpt.py"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

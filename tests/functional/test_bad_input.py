@@ -1,0 +1,127 @@
+"""What a user can get wrong: every mistake is told in a sentence, the exit code is 2, nothing is written."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pretrain_gpt
+from megatron.data.indexed import IndexedWriter
+from tests.harness.runs import flags, write_documents
+
+
+@pytest.fixture(scope="module")
+def data_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_documents(tmp_path_factory.mktemp("data") / "documents")
+
+
+def complaints(capsys: pytest.CaptureFixture[str], words: list[str]) -> list[str]:
+    """The sentences of a run that must end with exit code 2 and without a traceback."""
+    with pytest.raises(SystemExit) as caught:
+        pretrain_gpt.main(words)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return [line.removeprefix("error: ") for line in error.splitlines() if line.startswith("error: ")]
+
+
+def test_all_complaints_of_a_launch_come_at_once(
+    capsys: pytest.CaptureFixture[str], data_path: str, tmp_path: Path
+) -> None:
+    words = flags(
+        data_path,
+        hidden_size=33,
+        tensor_model_parallel_size=3,
+        global_batch_size=7,
+        seq_length=17,
+        clip_grad=-1,
+        no_such_flag=5,
+        save=tmp_path / "saved",
+        tensorboard_dir=tmp_path / "board",
+        metrics_file=tmp_path / "metrics.jsonl",
+    )
+    told = "\n".join(complaints(capsys, words))
+    for flag in ("--hidden-size 33", "--clip-grad -1", "--no-such-flag"):
+        assert flag in told
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"num_attention_heads": 5}, "--hidden-size 32: it must be a multiple of --num-attention-heads 5"),
+        (
+            {"tensor_model_parallel_size": 2},
+            "--tensor-model-parallel-size 2: it must divide the number of ranks, which is 1",
+        ),
+        ({"global_batch_size": 7}, "--global-batch-size 7: it must be a multiple of --micro-batch-size 2"),
+        ({"seq_length": 17}, "--seq-length 17: it must not be above --max-position-embeddings 16"),
+        ({"train_iters": "many"}, "--train-iters many: it must be a whole number"),
+        ({"num_layers": None}, "--num-layers is not given"),
+        ({"distributed_backend": "mpi"}, "--distributed-backend mpi: accepted are"),
+        ({"distributed_backend": "nccl"}, "--distributed-backend nccl: there is no GPU here"),
+        ({"data_path": "/no/such/place"}, "--data-path /no/such/place: "),
+        ({"data_path": None}, "--data-path"),
+        ({"seq_length": 4096, "max_position_embeddings": 4096}, "--seq-length 4096"),
+        ({"vocab_size": 50}, "token id"),
+    ],
+)
+def test_one_mistake(
+    capsys: pytest.CaptureFixture[str], data_path: str, changes: dict[str, object], sentence: str
+) -> None:
+    if changes.get("distributed_backend") == "nccl" and __import__("torch").cuda.is_available():
+        pytest.skip("there is a GPU here, so nccl is no mistake")
+    told = complaints(capsys, flags(**{"data_path": data_path} | changes))
+    assert len(told) == 1
+    assert sentence in told[0]
+
+
+@pytest.mark.parametrize("sizes", [(32, 3, 1, "3"), (32, 4, 8, "8")])
+def test_heads_must_divide_by_the_tensor_ranks(sizes: tuple[int, int, int, str]) -> None:
+    from megatron.base.complaints import ConfigError
+    from megatron.training.arguments import parse_composed
+    from megatron.training.config import RunConfig
+
+    hidden, heads, tensor, named = sizes
+    words = flags("data", hidden_size=hidden, num_attention_heads=heads, tensor_model_parallel_size=tensor)
+    with pytest.raises(ConfigError) as caught:
+        parse_composed(RunConfig, words, world_size=tensor)
+    assert f"--num-attention-heads {named}" in str(caught.value) or "--num-attention-heads 4" in str(caught.value)
+
+
+def test_truncated_token_files(capsys: pytest.CaptureFixture[str], data_path: str, tmp_path: Path) -> None:
+    for suffix in (".bin", ".idx"):
+        for other in (".bin", ".idx"):
+            shutil.copy(data_path + other, tmp_path / f"cut{other}")
+        file = tmp_path / f"cut{suffix}"
+        file.write_bytes(file.read_bytes()[:-3])
+        told = complaints(capsys, flags(tmp_path / "cut"))
+        assert len(told) == 1
+        assert f"cut{suffix}" in told[0]
+
+
+def test_too_small_a_set(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "small", np.uint16) as writer:
+        writer.add_document([1, 2, 3])
+    told = complaints(capsys, flags(tmp_path / "small", split="1,0,0"))
+    assert len(told) == 1
+    assert "3 tokens" in told[0]
+
+
+def test_checkpoint_of_a_different_model(capsys: pytest.CaptureFixture[str], data_path: str, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    pretrain_gpt.main(flags(data_path, train_iters=2, save=saved, lr_warmup_iters=0))
+    capsys.readouterr()
+    before = sorted((p, p.stat().st_mtime_ns) for p in saved.rglob("*"))
+    words = flags(data_path, load=saved, save=saved, num_layers=3, activation="gelu_erf")
+    told = complaints(capsys, words)
+    assert any("--num-layers 3" in line and "2" in line for line in told)
+    assert any("--activation gelu_erf" in line for line in told)
+    assert sorted((p, p.stat().st_mtime_ns) for p in saved.rglob("*")) == before
+
+
+def test_checkpoint_that_is_not_there(capsys: pytest.CaptureFixture[str], data_path: str, tmp_path: Path) -> None:
+    told = complaints(capsys, flags(data_path, load=tmp_path / "nothing"))
+    assert len(told) == 1
+    assert "--load" in told[0]

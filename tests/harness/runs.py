@@ -1,0 +1,139 @@
+"""Whole pretraining runs for tests: a tiny GPT on synthetic documents, and what came of it on every rank."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import pretrain_gpt
+from megatron import mpu
+from megatron.data.indexed import IndexedWriter
+from megatron.training.arguments import parse_composed
+from megatron.training.config import RunConfig
+from megatron.training.observers import Metrics, Observer
+from megatron.training.state import Trainee
+
+VOCAB_SIZE = 100
+EOD = VOCAB_SIZE - 1
+
+# Two layers, four heads; the vocabulary needs padding at every layout.
+TINY = {
+    "num-layers": 2,
+    "hidden-size": 32,
+    "num-attention-heads": 4,
+    "seq-length": 16,
+    "max-position-embeddings": 16,
+    "make-vocab-size-divisible-by": 8,
+    "tokenizer-type": "NullTokenizer",
+    "vocab-size": VOCAB_SIZE,
+    "micro-batch-size": 2,
+    "global-batch-size": 8,
+    "train-iters": 20,
+    "lr": 1e-3,
+    "min-lr": 1e-4,
+    "lr-decay-style": "cosine",
+    "lr-warmup-iters": 2,
+    "attention-dropout": 0,
+    "hidden-dropout": 0,
+    "split": "80,20,0",
+    "eval-iters": 2,
+    "eval-interval": 10,
+    "log-interval": 1,
+    "num-workers": 0,
+    "distributed-backend": "gloo",
+}
+
+
+def write_documents(prefix: Path, count: int = 120, seed: int = 0) -> str:
+    """A token set of `count` documents in which a token mostly follows from the one before; each ends with EOD."""
+    random = np.random.default_rng(seed)
+    follower = random.permutation(EOD)
+    with IndexedWriter(prefix, np.uint16) as writer:
+        for length in random.integers(1, 60, count):
+            tokens = [int(random.integers(EOD))]
+            for jump in random.random(length - 1) < 0.2:
+                tokens.append(int(random.integers(EOD)) if jump else int(follower[tokens[-1]]))
+            writer.add_document([*tokens, EOD])
+    return str(prefix)
+
+
+def flags(data_path: str | Path, **changes: Any) -> list[str]:
+    """The command line of a tiny run; `changes`: flags with `_` for `-`, True for a switch, None to leave one out."""
+    chosen = TINY | {"data-path": str(data_path)} | {name.replace("_", "-"): v for name, v in changes.items()}
+    words: list[str] = []
+    for name, value in chosen.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not None:
+            words += [f"--{name}", str(value)]
+    return words
+
+
+class Recorder(Observer):
+    """Keeps every log line and evaluation."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.evaluations: list[dict[str, float]] = []
+
+    def on_log(self, metrics: Metrics) -> None:
+        self.steps.append(dict(metrics))
+
+    def on_evaluation(self, split: str, metrics: Metrics) -> None:
+        self.evaluations.append(dict(metrics))
+
+
+Piece = tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]  # name, global shape, offset, values
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a run left on one rank. Steps and evaluations are seen by the reporting rank alone."""
+
+    steps: list[dict[str, float]]
+    evaluations: list[dict[str, float]]
+    pieces: list[Piece]
+    local: dict[str, np.ndarray]
+    rng: dict[str, np.ndarray]
+
+    def series(self, name: str) -> list[float]:
+        """One number of the log line, by iteration."""
+        return [step[name] for step in self.steps]
+
+
+def trainee_pieces(trainee: Trainee) -> list[Piece]:
+    """The rectangles of the global tensors (weights and optimizer state) that this rank holds."""
+    pieces = []
+    for name, (tensor, sharding) in trainee.tensors().items():
+        for piece in sharding.pieces(tuple(tensor.shape)):
+            pieces.append((name, sharding.global_shape, piece.offset, tensor[piece.local].numpy().copy()))
+    return pieces
+
+
+def run_pretrain(rank: int, world_size: int, words: Sequence[str]) -> Outcome:
+    """Pretrain by `words` on the ranks of the harness (`rank` of `world_size`)."""
+    recorder = Recorder()
+    config = parse_composed(RunConfig, words, world_size=world_size)
+    trainee = pretrain_gpt.train(config, [recorder])
+    local = {name: tensor.numpy().copy() for name, (tensor, _) in trainee.tensors().items()}
+    rng = {name: state.numpy().copy() for name, state in mpu.rng_state().items()}
+    return Outcome(recorder.steps, recorder.evaluations, trainee_pieces(trainee), local, rng)
+
+
+def assemble(outcomes: Iterable[Outcome]) -> dict[str, torch.Tensor]:
+    """The global tensors from the pieces of all ranks; fails where an element is missing or replicas differ."""
+    whole: dict[str, np.ndarray] = {}
+    seen: dict[str, np.ndarray] = {}
+    for outcome in outcomes:
+        for name, shape, offset, values in outcome.pieces:
+            target = whole.setdefault(name, np.zeros(shape, values.dtype))
+            covered = seen.setdefault(name, np.zeros(shape, bool))
+            place = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
+            assert (target[place] == values)[covered[place]].all(), f"{name}: replicas differ"
+            target[place], covered[place] = values, True
+    missing = [name for name, covered in seen.items() if not covered.all()]
+    assert not missing, f"no rank holds all of {missing}"
+    return {name: torch.from_numpy(values) for name, values in whole.items()}

@@ -1,0 +1,142 @@
+"""Flags from config fields, YAML files, and the collected complaints."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron.base.complaints import ConfigError
+from megatron.base.compose import ComposedConfig
+from megatron.base.config import Config, flag, minimum_problems
+from megatron.training.arguments import add_config_flags, config_from_namespace, parse_composed
+from megatron.training.config import RunConfig
+from tests.harness.runs import flags
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine(Config):
+    """An engine."""
+
+    cylinders: int = flag(dataclasses.MISSING, "how many")
+    power: float | None = flag(None, "in kW", aliases=["kilowatts"])
+    turbo: bool = flag(False, "with a charger")
+    fuels: tuple[str, ...] = flag((), "what it burns")
+
+    def problems(self) -> list[str]:
+        return minimum_problems(self, 1, "cylinders", "power")
+
+
+@dataclasses.dataclass(frozen=True)
+class Body(Config):
+    """A body."""
+
+    doors: int = flag(4, "how many")
+
+    def problems(self) -> list[str]:
+        return minimum_problems(self, 2, "doors")
+
+
+@dataclasses.dataclass(frozen=True)
+class Car(ComposedConfig):
+    """A car."""
+
+    engine: Engine
+    body: Body
+
+    def combination_problems(self, world_size: int) -> list[str]:
+        return ["too many doors"] if self.body.doors > self.engine.cylinders + world_size else []
+
+
+def parse(*words: str, world_size: int = 1) -> Car:
+    return parse_composed(Car, words, world_size=world_size)
+
+
+def problems(*words: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse(*words)
+    return caught.value.problems
+
+
+def test_values_are_read_into_their_sections() -> None:
+    car = parse("--cylinders", "6", "--kilowatts", "90.5", "--turbo", "--fuels", "gas", "oil", "--doors=2")
+    assert car == Car(Engine(6, 90.5, True, ("gas", "oil")), Body(2))
+    assert parse("--cylinders", "6").engine == Engine(6)
+    assert parse("--cylinders", "6", "--turbo", "--no-turbo").engine.turbo is False
+
+
+def test_all_complaints_come_together() -> None:
+    assert problems("--cylinders", "0", "--doors", "1", "--powr", "9", "--fuels", "gas") == [
+        "--powr is not known, the nearest is --power; --help lists all flags",
+        "--cylinders 0: it must be at least 1",
+        "--doors 1: it must be at least 2",
+    ]
+
+
+def test_missing_and_unreadable_values_are_told() -> None:
+    assert problems("--power", "strong") == [
+        "--cylinders is not given, and there is no default for it",
+        "--power strong: it must be a number",
+    ]
+    assert problems("--cylinders", "6.5") == ["--cylinders 6.5: it must be a whole number"]
+
+
+def test_combinations_are_checked_and_depend_on_the_world() -> None:
+    assert problems("--cylinders", "2", "--doors", "4") == ["too many doors"]
+    assert parse("--cylinders", "2", "--doors", "4", world_size=2).body.doors == 4
+
+
+def test_abbreviations_are_not_guessed() -> None:
+    assert "--cyl is not known" in problems("--cyl", "6")[0]
+
+
+def test_yaml_file_reads_like_flags_and_the_command_line_wins(tmp_path: Path) -> None:
+    path = tmp_path / "car.yaml"
+    path.write_text("cylinders: 6\npower: 1e2\nturbo: true\nfuels: [gas, oil]\ndoors: null\n")
+    assert parse("--config", str(path)) == Car(Engine(6, 100.0, True, ("gas", "oil")), Body(4))
+    assert parse("--config", str(path), "--cylinders", "8", "--no-turbo").engine == Engine(
+        8, 100.0, False, ("gas", "oil")
+    )
+
+
+@pytest.mark.parametrize("content", ["- a\n- b\n", "a: [1\n", "\x00"])
+def test_yaml_file_that_is_no_mapping_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "car.yaml"
+    path.write_text(content)
+    assert str(path) in problems("--config", str(path))[0]
+
+
+def test_unknown_name_in_yaml_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "car.yaml"
+    path.write_text("cylinders: 6\nxyz: 4\n")
+    assert problems("--config", str(path)) == ["--xyz is not known; --help lists all flags"]
+    assert "cannot be read" in problems("--config", str(tmp_path / "none.yaml"))[0]
+
+
+def test_one_config_alone_for_tools() -> None:
+    parser = argparse.ArgumentParser()
+    add_config_flags(parser, Engine)
+    assert config_from_namespace(Engine, parser.parse_args(["--cylinders", "3", "--fuels", "gas"])) == Engine(
+        3, fuels=("gas",)
+    )
+    with pytest.raises(ConfigError, match="whole number"):
+        config_from_namespace(Engine, parser.parse_args(["--cylinders", "x"]))
+
+
+def test_every_flag_of_a_run_has_a_help_line_and_one_owner(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_composed(RunConfig, ["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert "--tensor-model-parallel-size" in text and "--lr-warmup-fraction" in text
+    names = [f.name for section in dataclasses.fields(RunConfig) for f in dataclasses.fields(section.type)]  # type: ignore[arg-type]
+    assert len(names) == len(set(names))
+
+
+def test_old_names_of_megatron_lm_are_read() -> None:
+    words = flags("data", tensor_model_parallel_size=None, micro_batch_size=None)
+    config = parse_composed(RunConfig, [*words, "--model-parallel-size", "2", "--batch-size", "4"], world_size=2)
+    assert config.distributed.tensor_model_parallel_size == 2
+    assert config.training.micro_batch_size == 4
+    sizes = config.batch_sizes(2)
+    assert (sizes.global_batch_size, sizes.num_micro_batches) == (8, 2)
