@@ -22,7 +22,14 @@ class PositionEmbedding(nn.Module):
         self.initializers: dict[str, Fill] = {"weight": normal(config.init_method_std)}
         self.weight = nn.Parameter(torch.empty(shape, dtype=where.get("dtype"), device=where.get("device")))
         if not self.weight.is_meta:
-            self.initializers["weight"](self.weight)
+            self._fill()
+
+    def _fill(self) -> None:
+        """Draw as the layers of mpu do: in float32 on the CPU, from the stream that all tensor ranks share."""
+        whole = torch.empty(self.weight.shape, dtype=torch.float32, device="cpu")
+        with torch.no_grad(), mpu.get_rng_tracker().fork(mpu.PARAMETER_STREAM):
+            self.initializers["weight"](whole)
+            self.weight.copy_(whole)
 
     def forward(self, length: int, position_ids: Tensor | None = None) -> Tensor:
         """The vectors of positions 0 to `length`, [s, 1, h], or those of `position_ids` [b, s], [s, b, h]."""

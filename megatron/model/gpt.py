@@ -10,6 +10,7 @@ from megatron import mpu
 from megatron.model.config import TransformerConfig
 from megatron.model.embedding import Embedding
 from megatron.model.init import initialize_parameters
+from megatron.model.placement import Placement
 from megatron.model.transformer import Transformer
 from megatron.mpu.initialize import Group
 
@@ -43,9 +44,10 @@ class GPTModel(nn.Module):
             raise ValueError(f"a vocabulary of {vocab_size}: it must have at least 1 token")
         self.config = config
         self.vocab_size = vocab_size
-        self.group = group
-        self.embedding = Embedding(config, vocab_size, group=group, dtype=dtype, device=device)
-        self.transformer = Transformer(config, causal=True, group=group, dtype=dtype, device=device)
+        self.group = mpu.resolve_group(group)
+        where: Placement = {"group": self.group, "dtype": dtype, "device": device}
+        self.embedding = Embedding(config, vocab_size, **where)
+        self.transformer = Transformer(config, causal=True, **where)
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """The loss of each token, or the logits where no labels are given.
@@ -59,7 +61,11 @@ class GPTModel(nn.Module):
             with labels the cross entropy [b, s], in float32 or wider, over the real vocabulary; without them this
             rank's logits [b, s, v/t] in the parameters' dtype. Their last columns are padding where the rows of the
             embedding are; `gather_logits` gives those of the real vocabulary.
+
+        Raises ValueError for ids out of their range (on a CPU; on an accelerator the lookup fails there), shapes that
+        differ, and a sequence longer than `--max-position-embeddings`.
         """
+        _check_shapes(tokens, position_ids=position_ids, labels=labels)
         hidden = self.transformer(self.embedding(tokens, position_ids))  # [s, b, h]
         hidden = mpu.copy_to_tensor_model_parallel_region(hidden, self.group, owns_gradient=True)
         if labels is None:
@@ -81,6 +87,15 @@ class GPTModel(nn.Module):
     def signature(self) -> dict[str, Any]:
         """What must be equal for weights to mean the same: kept in a checkpoint and compared when it is loaded."""
         return {"model": "gpt", "vocab_size": self.vocab_size} | self.config.signature()
+
+
+def _check_shapes(tokens: Tensor, **others: Tensor | None) -> None:
+    """ValueError unless `tokens` are [b, s] and the others, where given, as large."""
+    if tokens.dim() != 2:
+        raise ValueError(f"tokens of shape {tuple(tokens.shape)}: they must be [b, s]")
+    for name, ids in others.items():
+        if ids is not None and ids.shape != tokens.shape:
+            raise ValueError(f"{name} of shape {tuple(ids.shape)}: the tokens have {tuple(tokens.shape)}")
 
 
 def gather_logits(logits: Tensor, vocab_size: int, group: Group = None) -> Tensor:

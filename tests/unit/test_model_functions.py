@@ -54,3 +54,15 @@ def test_dropout_takes_x_and_bias_and_spares_the_residual() -> None:
     assert torch.equal(result[~dropped], torch.full_like(result[~dropped], 7.0 + 2 / 0.8))
     # 10,000 draws: the share dropped is 0.2 with a standard deviation of 0.004.
     assert abs(dropped.double().mean().item() - 0.2) < 0.02
+
+
+def test_the_functions_compile_to_one_graph() -> None:
+    x, bias, residual = drawn(*SHAPE), drawn(64, seed=1), drawn(*SHAPE, seed=2)
+    for name, function in BIAS_ACTIVATIONS.items():
+        compiled = torch.compile(function, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(x, bias), function(x, bias)), name
+    compiled_add = torch.compile(bias_dropout_add, backend="eager", fullgraph=True)
+    torch.manual_seed(0)
+    expected = bias_dropout_add(x, bias, residual, 0.1, True)
+    torch.manual_seed(0)
+    assert torch.equal(compiled_add(x, bias, residual, 0.1, True), expected)

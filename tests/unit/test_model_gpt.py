@@ -1,5 +1,8 @@
 """The GPT in one process: against its serial twin, its parameter count, its names, its complaints."""
 
+import copy
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +11,7 @@ from megatron import mpu
 from megatron.base.formulas import gpt_parameters
 from megatron.model import GPTModel, TransformerConfig, build_gpt, gather_logits
 from megatron.model.attention import SelfAttention
+from megatron.model.layer import transformer_layer
 from tests.harness.closeness import assert_close
 from tests.harness.serial_gpt import random_weights, serial_logits, serial_losses
 from tests.harness.whole_tensors import load_whole, whole_gradients
@@ -169,6 +173,42 @@ def test_built_without_meta_the_model_is_drawn_too() -> None:
         assert name.endswith("bias") or torch.count_nonzero(parameter) > 0, name
 
 
+def test_a_copy_computes_the_same() -> None:
+    model, _ = model_and_weights(config())
+    assert torch.equal(copy.deepcopy(model)(ids(0), labels=ids(1)), model(ids(0), labels=ids(1)))
+
+
+def test_no_s_by_s_tensor_is_kept() -> None:
+    """Without attention dropout; s is far above every other size, so that an s x s tensor would be the largest."""
+    s = 192
+    model = build_gpt(config(max_position_embeddings=s), VOCAB, 1, dtype=torch.float32, device="cpu")
+    kept: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    tokens = torch.zeros(1, s, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(tokens, labels=tokens)
+    assert s * 96 <= max(kept) < s * s
+
+
+def test_a_layer_run_again_in_the_backward_pass_drops_the_same() -> None:
+    loud = config(attention_dropout=0.3, hidden_dropout=0.3)
+    gradients = []
+    for again in (False, True):
+        mpu.model_parallel_manual_seed(1)
+        layer = transformer_layer(loud, causal=True, dtype=torch.float32)
+        hidden = torch.linspace(-1, 1, 11 * 3 * 24).view(11, 3, 24).requires_grad_()
+        output = mpu.checkpoint(layer, hidden) if again else layer(hidden)
+        output.square().sum().backward()
+        gradients.append([hidden.grad] + [parameter.grad for parameter in layer.parameters()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert plain is not None and recomputed is not None
+        assert torch.equal(plain, recomputed)
+
+
 def test_a_state_dict_goes_from_one_model_to_another() -> None:
     model, _ = model_and_weights(config())
     other = build_gpt(config(), VOCAB, 2, dtype=torch.float64, device="cpu")
@@ -215,6 +255,19 @@ def test_signature_tells_models_and_vocabularies_apart() -> None:
             torch.tensor([[0, VOCAB]]),
             "target 61: it must be at least -1 and below the vocabulary size 61",
         ),
+        (torch.zeros(4, dtype=torch.long), None, None, r"tokens of shape \(4,\): they must be \[b, s\]"),
+        (
+            torch.zeros(2, 3, dtype=torch.long),
+            None,
+            torch.zeros(3, 2, dtype=torch.long),
+            r"labels of shape \(3, 2\): the tokens have \(2, 3\)",
+        ),
+        (
+            torch.zeros(2, 3, dtype=torch.long),
+            torch.arange(3),
+            None,
+            r"position_ids of shape \(3,\): the tokens have \(2, 3\)",
+        ),
     ],
 )
 def test_ids_out_of_range(tokens: Tensor, positions: Tensor | None, labels: Tensor | None, message: str) -> None:
@@ -226,3 +279,21 @@ def test_ids_out_of_range(tokens: Tensor, positions: Tensor | None, labels: Tens
 def test_an_empty_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match="a vocabulary of 0"):
         GPTModel(config(), 0, device="meta")
+
+
+def test_the_published_8_billion_model_on_8_ranks() -> None:
+    """72 layers, h 3072, 24 heads: the pieces of all ranks are the whole, each rank has an eighth; without memory."""
+    chosen = TransformerConfig(num_layers=72, hidden_size=3072, num_attention_heads=24, max_position_embeddings=1024)
+    replicated, split = 0, 0
+    for rank in range(8):
+        model = GPTModel(chosen, 50257, group=mpu.GroupInfo(None, rank, 8), dtype=torch.float16, device="meta")
+        assert model.embedding.word_embeddings.weight.shape == (6400, 3072)
+        assert sum(parameter.numel() for parameter in model.parameters()) < 8.4e9 / 8
+        parameters = dict(model.named_parameters())
+        for name, sharding in mpu.parameter_shardings(model).items():
+            size = sum(math.prod(piece.shape) for piece in sharding.pieces(tuple(parameters[name].shape)))
+            if sharding.split_dim is not None:
+                split += size
+            elif rank == 0:
+                replicated += size
+    assert split + replicated == gpt_parameters(72, 3072, 50257, 1024)
