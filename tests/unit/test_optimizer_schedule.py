@@ -1,0 +1,115 @@
+"""The learning-rate schedule against Megatron-LM 2.5's own log, closed forms and what must always hold."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.base.complaints import ConfigError
+from megatron.optimizer.schedule import ScheduleConfig, learning_rate
+
+
+def rates(config: ScheduleConfig, iterations: int, batch: int = 8, train_iters: int = 10) -> list[float]:
+    """The learning rates of iterations 1, 2, ..."""
+    return [
+        learning_rate(config, i * batch, train_iters=train_iters, global_batch_size=batch) for i in range(iterations)
+    ]
+
+
+@pytest.mark.parametrize(("name", "style"), [("gpt_tp2", "cosine"), ("bert_tp2", "linear")])
+def test_equals_the_log_of_megatron_lm(shared: Path, name: str, style: str) -> None:
+    curve = json.loads((shared / "data/megatron_2_5" / f"{name}_curve.json").read_text())
+    flags = dict(zip(curve["flags"], curve["flags"][1:] + [""], strict=True))
+    assert flags["--lr-decay-style"] == style
+    config = ScheduleConfig(
+        lr=float(flags["--lr"]),
+        min_lr=float(flags["--min-lr"]),
+        lr_decay_style=style,
+        lr_decay_iters=int(flags["--lr-decay-iters"]),
+        lr_warmup_fraction=float(flags["--lr-warmup-fraction"]),
+    )
+    batch = int(flags["--global-batch-size"])
+    assert len(curve["train"]) == 10
+    for entry in curve["train"]:
+        # It logs the rate after the iteration has been counted, with four digits.
+        rate = learning_rate(config, entry["iteration"] * batch, train_iters=10, global_batch_size=batch)
+        assert float(f"{rate:.3E}") == entry["learning_rate"]
+
+
+def test_warmup_rises_from_zero_by_equal_steps() -> None:
+    config = ScheduleConfig(lr=4.0, lr_decay_style="constant", lr_warmup_iters=4)
+    assert rates(config, 7) == pytest.approx([0, 1, 2, 3, 4, 4, 4])
+
+
+def test_linear_decay_after_warmup() -> None:
+    config = ScheduleConfig(lr=1.0, min_lr=0.2, lr_decay_style="linear", lr_warmup_iters=2, lr_decay_iters=10)
+    expected = [0, 0.5, *(1 - 0.8 * i / 8 for i in range(8)), 0.2, 0.2]
+    assert rates(config, 12) == pytest.approx(expected)
+
+
+def test_cosine_decay_over_all_training() -> None:
+    config = ScheduleConfig(lr=3.0, min_lr=1.0, lr_decay_style="cosine")
+    expected = [1 + math.cos(math.pi * i / 10) + 1 for i in range(10)]
+    assert rates(config, 11) == pytest.approx([*expected, 1.0])
+
+
+def test_warmup_fraction_is_of_the_decay() -> None:
+    by_fraction = ScheduleConfig(lr=1.0, lr_decay_iters=40, lr_warmup_fraction=0.25)
+    by_iterations = ScheduleConfig(lr=1.0, lr_decay_iters=40, lr_warmup_iters=10)
+    assert rates(by_fraction, 50) == rates(by_iterations, 50)
+
+
+@given(
+    style=st.sampled_from(["constant", "linear", "cosine"]),
+    decay=st.integers(1, 50),
+    warmup=st.floats(0, 1),
+    floor=st.floats(0, 1),
+    batch=st.integers(1, 64),
+)
+def test_rises_to_the_peak_and_falls_to_the_floor(
+    style: str, decay: int, warmup: float, floor: float, batch: int
+) -> None:
+    config = ScheduleConfig(lr=1.0, min_lr=floor, lr_decay_style=style, lr_decay_iters=decay, lr_warmup_fraction=warmup)
+    values = rates(config, decay + 3, batch, train_iters=1)
+    turn = math.ceil(warmup * decay)
+    assert all(a < b for a, b in zip(values[:turn], values[1:turn], strict=False))
+    assert all(a >= b - 1e-12 for a, b in zip(values[turn:], values[turn + 1 :], strict=False))
+    assert all(0 <= value <= 1 for value in values)
+    assert values[-1] == (1.0 if style == "constant" else floor)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "flags"),
+    [
+        ({"min_lr": 2.0}, ["--min-lr 2.0", "--lr 1.0"]),
+        ({"lr": -1.0}, ["--lr -1.0"]),
+        ({"lr": math.nan}, ["--lr nan"]),
+        ({"lr_decay_style": "square"}, ["--lr-decay-style square", "constant, linear, cosine"]),
+        ({"lr_warmup_iters": 11, "lr_decay_iters": 10}, ["--lr-warmup-iters 11", "--lr-decay-iters 10"]),
+        ({"lr_warmup_iters": 1, "lr_warmup_fraction": 0.1}, ["--lr-warmup-fraction 0.1", "--lr-warmup-iters 1"]),
+        ({"lr_warmup_fraction": 1.5}, ["--lr-warmup-fraction 1.5"]),
+        ({"lr_warmup_iters": -1}, ["--lr-warmup-iters -1"]),
+        ({"lr_decay_iters": 0}, ["--lr-decay-iters 0"]),
+    ],
+)
+def test_complaints_name_the_flags(wrong: dict[str, object], flags: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ScheduleConfig(**{"lr": 1.0, **wrong})  # type: ignore[arg-type]
+    assert all(any(flag in problem for problem in caught.value.problems) for flag in flags)
+
+
+def test_all_complaints_come_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ScheduleConfig(lr=1.0, min_lr=2.0, lr_decay_style="square", lr_warmup_iters=-3)
+    assert len(caught.value.problems) == 3
+
+
+def test_warmup_longer_than_training() -> None:
+    config = ScheduleConfig(lr=1.0, lr_warmup_iters=11)
+    assert config.training_problems(11) == []
+    (problem,) = config.training_problems(10)
+    assert "--lr-warmup-iters 11" in problem and "--train-iters 10" in problem
+    assert ScheduleConfig(lr=1.0, lr_warmup_iters=11, lr_decay_iters=20).training_problems(10) == []
