@@ -34,7 +34,7 @@ def test_gives_the_batches_that_megatron_2_5_evaluated(shared: Path) -> None:
         np.testing.assert_array_equal(np.stack([item[name] for item in items]), expected[name].reshape(32, 32))
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.integers(0, 7), min_size=1, max_size=10).filter(lambda sizes: sum(sizes) >= 8),
     st.integers(1, 7),

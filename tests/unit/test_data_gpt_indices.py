@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.gpt_indices import build_gpt_indices, epochs_needed
@@ -44,7 +44,6 @@ def test_the_last_epoch_is_kept_apart_when_little_of_it_is_used() -> None:
     assert sorted(mixed.shuffle[:49]) != list(range(49))
 
 
-@settings(deadline=None)
 @given(st.integers(2, 50), st.integers(1, 20), st.integers(0, 200))
 def test_the_number_of_epochs_is_the_least(tokens: int, seq_length: int, asked: int) -> None:
     epochs = epochs_needed(tokens, seq_length, asked)
@@ -53,7 +52,6 @@ def test_the_number_of_epochs_is_the_least(tokens: int, seq_length: int, asked: 
     assert epochs == 1 or ((epochs - 1) * tokens - 1) // seq_length < asked
 
 
-@settings(deadline=None)
 @given(SIZES, st.integers(1, 6), st.none() | st.integers(0, 40), st.integers(0, 2**32 - 1))
 def test_each_token_of_the_stream_but_the_first_is_a_target_once(
     sizes: list[int], seq_length: int, asked: int | None, seed: int

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.samplers import GlobalBatchSampler
@@ -32,7 +32,6 @@ def chunks(numbers: Iterable[int], size: int) -> list[list[int]]:
     return [numbers[i : i + size] for i in range(0, len(numbers) - size + 1, size)]
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, 200),
     st.integers(0, 220),
@@ -49,7 +48,6 @@ def test_the_order_depends_on_neither_ranks_nor_micro_batch(
     assert {len(sampler) for sampler in samplers} == {len(list(samplers[0]))}
 
 
-@settings(deadline=None)
 @given(st.integers(0, 12), st.sampled_from([(1, 1), (2, 1), (1, 4), (2, 2), (4, 2)]), st.integers(0, 7))
 def test_a_run_that_is_resumed_elsewhere_goes_on_in_the_same_order(
     stop: int, layout: tuple[int, int], start: int

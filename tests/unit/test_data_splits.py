@@ -1,7 +1,7 @@
 """Splits: what `--split` accepts and where the boundaries fall."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.splits import parse_split, split_boundaries
@@ -38,7 +38,6 @@ def test_boundaries(text: str, n: int, boundaries: list[int]) -> None:
     assert split_boundaries(parse_split(text), n) == boundaries
 
 
-@settings(deadline=None)
 @given(WEIGHTS, st.integers(0, 10**9))
 def test_boundaries_rise_from_nothing_to_all_and_are_near_the_weights(weights: list[int], n: int) -> None:
     boundaries = split_boundaries(parse_split(",".join(map(str, weights))), n)

@@ -132,7 +132,7 @@ def test_gpt2_end_of_document(gpt2: Tokenizer) -> None:
     assert gpt2.detokenize(ids) == gpt2.detokenize([64, gpt2.eod, 65]) == "a<|endoftext|>b"
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
 def test_byte_level_ids_decode_to_the_text(bytes_only: Tokenizer, text: str) -> None:
     ids = bytes_only.tokenize(text)
@@ -140,7 +140,7 @@ def test_byte_level_ids_decode_to_the_text(bytes_only: Tokenizer, text: str) -> 
     assert bytes_only.detokenize(ids) == text
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
 def test_gpt2_ids_decode_to_the_text(gpt2: Tokenizer, text: str) -> None:
     assert gpt2.detokenize(gpt2.tokenize(text)) == text
