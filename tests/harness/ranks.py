@@ -1,5 +1,6 @@
 """Runs a function on several ranks: reused worker processes on gloo, a fresh process group for each call."""
 
+import atexit
 import contextlib
 import multiprocessing
 import os
@@ -46,8 +47,9 @@ class _Worker:
         self.stack_file = folder / f"stacks_{number}"
         self.connection: Connection
         self.connection, theirs = context.Pipe()
+        # Not a daemon: those may have no children, and data loaders start some. It ends with its parent by itself.
         self.process: BaseProcess = context.Process(
-            target=serve, args=(theirs, str(self.stack_file)), name=f"rank-worker-{number}", daemon=True
+            target=serve, args=(theirs, str(self.stack_file)), name=f"rank-worker-{number}"
         )
         with _environment(_worker_environment()):
             self.process.start()
@@ -83,6 +85,7 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks_")
         self._calls = 0
         self._started = 0
+        atexit.register(self._stop_workers)  # where `close` was never reached; Python waits for children otherwise
 
     def __enter__(self) -> Self:
         return self
