@@ -3,6 +3,8 @@
 import itertools
 import multiprocessing
 import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -96,8 +98,19 @@ _worker_encoder: Encoder | None = None
 
 def _start_worker(make_encoder: Callable[[], Encoder]) -> None:
     global _worker_encoder
+    # An interrupt from the keyboard reaches all processes; the parent alone acts on it and ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a process: there are as many as were asked for
     _worker_encoder = make_encoder()
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it is gone, killed perhaps: nobody would ever tell it to stop."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _encode_in_worker(chunk: Chunk) -> Encoded:

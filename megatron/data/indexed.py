@@ -154,7 +154,8 @@ def _check_sequences(sizes: np.ndarray, pointers: np.ndarray, dtype: np.dtype, d
                 f"{path.with_suffix('.idx')}: sequences {start} to {start + len(size) - 1} have a negative size or an "
                 f"offset that is not a multiple of {dtype.itemsize} bytes: the file is damaged"
             )
-        described = max(described, int((pointer + size * dtype.itemsize).max()))
+        # the pointers by themselves too: a damaged one may be so large that the sum runs over
+        described = max(described, int(pointer.max()), int((pointer + size * dtype.itemsize).max()))
     if described != data_bytes:
         raise ValueError(
             f"{path} has {data_bytes} bytes, its index describes {described} (elements {dtype.name}): the file is "
@@ -181,11 +182,11 @@ class IndexedWriter:
         self._temporary_index = temporary_name(index_path(self.prefix))
 
     def __enter__(self) -> Self:
-        self._data: IO[bytes] = open(self._temporary, "wb")
         folder = self._temporary.parent
         # What the index will hold is spooled to nameless files, so that memory does not grow with the corpus.
         self._sizes: IO[bytes] = tempfile.TemporaryFile(dir=folder)
         self._ends: IO[bytes] = tempfile.TemporaryFile(dir=folder)
+        self._data: IO[bytes] = open(self._temporary, "wb")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

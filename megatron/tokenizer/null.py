@@ -15,10 +15,11 @@ class NullTokenizer:
 
     def tokenize(self, text: str) -> list[int]:
         """`"5 0 12"` -> [5, 0, 12]; ValueError for anything but ids of the vocabulary."""
-        try:
-            ids = [int(word) for word in text.split()]
-        except ValueError as error:
-            raise ValueError(f"NullTokenizer takes decimal ids with blanks between them: {error}") from None
+        words = text.split()
+        for word in words:
+            if not (word.isascii() and word.isdigit()):
+                raise ValueError(f"NullTokenizer takes decimal ids with blanks between them, not {word[:40]!r}")
+        ids = [int(word) for word in words]
         self._check(ids)
         return ids
 

@@ -198,6 +198,7 @@ DAMAGE = {
     "negative offset": ("x.idx", struct.pack("<q", -2), HEADER + 24, "negative size or an offset"),
     "odd offset": ("x.idx", struct.pack("<q", 3), HEADER + 24, "not a multiple of 2 bytes"),
     "offset too far": ("x.idx", struct.pack("<q", 40), HEADER + 24, "x.bin has 16 bytes, its index describes 46"),
+    "offset enormous": ("x.idx", struct.pack("<q", 2**63 - 2), HEADER + 24, "its index describes 9223372036854775806"),
     "size too large": ("x.idx", struct.pack("<i", 9), HEADER + 20, "x.bin has 16 bytes, its index describes 30"),
     "documents start": ("x.idx", struct.pack("<q", 1), HEADER + 72, "document index holds 1 to 6, expected 0 to 6"),
     "documents end": ("x.idx", struct.pack("<q", 7), HEADER + 104, "document index holds 0 to 7, expected 0 to 6"),

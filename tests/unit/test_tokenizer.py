@@ -200,9 +200,16 @@ def test_null_tokenizer() -> None:
     assert (tokenizer.vocab_size, tokenizer.eod) == (20, 19)
     assert tokenizer.tokenize_batch(["5 0\n12", ""]) == [[5, 0, 12], []]
     assert tokenizer.detokenize([5, 0, 12]) == "5 0 12"
-    for text, message in (("a b", "takes decimal ids"), ("20", "id 20: --vocab-size 20"), ("-1", "id -1")):
+    for text, message in (
+        ("a b", "takes decimal ids"),
+        ("20", "id 20: --vocab-size 20"),
+        ("-1", "not '-1'"),
+        ("1_0", "decimal"),
+    ):
         with pytest.raises(ValueError, match=message):
             tokenizer.tokenize(text)
+    with pytest.raises(ValueError, match="id -1: --vocab-size 20 has ids 0 to 19"):
+        tokenizer.detokenize([-1])
 
 
 @pytest.mark.parametrize(
