@@ -236,6 +236,22 @@ def test_training_drops(kind: str) -> None:
     assert torch.equal(model(ids()), first)
 
 
+@pytest.mark.parametrize(("norm_position", "outcomes"), [("pre", 3), ("post", 4)])
+def test_a_layer_drops_before_both_of_its_additions(norm_position: str, outcomes: int) -> None:
+    """With zero matrices attention and MLP give their biases, 1 everywhere: each is kept (as 2) or dropped.
+
+    Pre-norm adds them up to 0, 2 or 4. Post-norm norms the first before the second is added, so that four pairs differ.
+    """
+    layer = transformer_layer(config(hidden_dropout=0.5, norm_position=norm_position), causal=True, dtype=torch.float64)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if "layernorm" not in name:
+                parameter.fill_(1.0 if name in ("self_attention.dense.bias", "mlp.dense_4h_to_h.bias") else 0.0)
+    torch.manual_seed(0)
+    row = layer(torch.zeros(1, 1, 24, dtype=torch.float64)).flatten()
+    assert len(row.mul(1e6).round().unique()) == outcomes
+
+
 def test_signature_tells_models_and_vocabularies_apart() -> None:
     signature = GPTModel(config(), VOCAB, device="meta").signature()
     assert signature["model"] == "gpt" and signature["vocab_size"] == VOCAB
