@@ -21,6 +21,8 @@ MAX_RANKS = 8
 _START_TIMEOUT = 180.0
 # How long, after a first complaint, an earlier cause on another rank may still come in.
 _GRACE = 1.0
+# How often to see whether a silent rank still lives.
+_LOOK_AGAIN = 0.5
 
 
 class RankError(RuntimeError):
@@ -43,7 +45,9 @@ class _Worker:
     """A process, our end of its connection, and the file for its stacks."""
 
     def __init__(self, folder: Path, number: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        # A server that has loaded PyTorch once forks the workers, so that new ones cost little.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "tests.harness.worker"])
         self.stack_file = folder / f"stacks_{number}"
         self.connection: Connection
         self.connection, theirs = context.Pipe()
@@ -60,6 +64,20 @@ class _Worker:
         if not self.connection.poll(max(timeout, 0.0)):
             raise TimeoutError
         return self.connection.recv()
+
+    def report(self) -> Report | None:
+        """What the worker says of its call; None if nothing yet, EOFError if it is gone.
+
+        Its end alone would not tell: processes that it started may hold its end of the connection open.
+        """
+        gone = self.process.exitcode is not None
+        if self.connection.poll():
+            answer = self.connection.recv()
+            assert isinstance(answer, Report)
+            return answer
+        if gone:
+            raise EOFError
+        return None
 
     def stacks(self) -> str:
         """Where every thread of the worker stands now."""
@@ -153,11 +171,16 @@ class Ranks:
         dead: list[int] = []
         deadline = time.monotonic() + timeout
         while len(reports) + len(dead) < n:
-            for rank in self._next_answers(set(range(n)) - reports.keys() - set(dead), deadline):
+            waiting = sorted(set(range(n)) - reports.keys() - set(dead))
+            remaining = max(0.0, deadline - time.monotonic())
+            wait([self._workers[rank].connection for rank in waiting], min(_LOOK_AGAIN, remaining))
+            for rank in waiting:
                 try:
-                    reports[rank] = self._workers[rank].connection.recv()
+                    report = self._workers[rank].report()
                 except (EOFError, ConnectionResetError):
                     dead.append(rank)
+                else:
+                    reports |= {rank: report} if report is not None else {}
             if dead or any(report.result is None for report in reports.values()):
                 deadline = min(deadline, time.monotonic() + _GRACE)
             if time.monotonic() >= deadline:
@@ -167,11 +190,6 @@ class Ranks:
         if missing:
             raise RankTimeout(self._hung(missing, n, timeout), missing)
         return [report.result for _, report in sorted(reports.items()) if report.result is not None]
-
-    def _next_answers(self, waiting: set[int], deadline: float) -> list[int]:
-        connections = {self._workers[rank].connection: rank for rank in sorted(waiting)}
-        ready = wait(list(connections), max(0.0, deadline - time.monotonic()))
-        return sorted(rank for connection, rank in connections.items() if connection in ready)
 
     def _raise_failure(self, reports: dict[int, Report], dead: list[int]) -> None:
         """A dead process is the cause before any error, then the earliest error: the others lost their peer."""
