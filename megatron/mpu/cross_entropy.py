@@ -2,7 +2,7 @@
 
 Each rank sums up its own columns (maximum, sum of exponentials, logit of the target); two small all-reduces put the
 parts together, one of a number for each token and one of two. The backward pass needs no collective: a rank's columns
-of the gradient are `exp(logit - log_sum_exp) - [column is the target]`.
+of the gradient are `exp(logit - maximum) / sum - [column is the target]`.
 """
 
 from typing import Any
@@ -55,21 +55,26 @@ def _local_sums(logits: torch.Tensor, columns: _Columns, at: slice) -> torch.Ten
 
 
 def _combine(sums: torch.Tensor, columns: _Columns, info: GroupInfo) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss and the log of the sum of exponentials over the whole vocabulary, from the ranks' `sums` [3, n]."""
+    """The loss [n], and what the backward pass needs, [2, n]: maximum and log of the sum over the whole vocabulary.
+
+    The two are kept apart: their sum would round away the digits of the smaller one.
+    """
     maximum = all_reduce(sums[0].clone(), info, dist.ReduceOp.MAX)
     if info.size > 1:
         sums[1] *= (sums[0] - maximum).exp_()
         all_reduce(sums[1:], info)
-    log_sum_exp = sums[1].log() + maximum
-    return (log_sum_exp - sums[2]).masked_fill(~columns.counted, 0.0), log_sum_exp
+    log_sum = sums[1].log()
+    loss = log_sum + (maximum - sums[2])
+    return loss.masked_fill(~columns.counted, 0.0), torch.stack((maximum, log_sum))
 
 
 def _logits_gradient(
-    logits: torch.Tensor, log_sum_exp: torch.Tensor, columns: _Columns, grad_loss: torch.Tensor, at: slice
+    logits: torch.Tensor, norms: torch.Tensor, columns: _Columns, grad_loss: torch.Tensor, at: slice
 ) -> torch.Tensor:
     """Gradient of the losses of tokens `at` in `logits` [n, v/t], in their dtype; zero in padding columns."""
     scale = grad_loss[at].masked_fill(~columns.counted[at], 0.0)
-    grad = _wide(logits).sub(log_sum_exp[at].unsqueeze(-1)).exp_()  # [n, v/t]
+    maximum, log_sum = norms[:, at].unsqueeze(-1)
+    grad = _wide(logits).sub(maximum).sub_(log_sum).exp_()  # [n, v/t]
     grad[:, columns.real :] = 0.0
     hit = torch.where(columns.elsewhere[at], 0.0, -1.0).to(grad.dtype).unsqueeze(-1)
     grad.scatter_add_(-1, columns.index[at].unsqueeze(-1), hit)
@@ -77,20 +82,20 @@ def _logits_gradient(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """forward two all-reduces, backward nothing. Keeps the logits as they came and a number for each token."""
+    """forward two all-reduces, backward nothing. Keeps the logits as they came and two numbers for each token."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, columns: _Columns, info: GroupInfo) -> torch.Tensor:
-        loss, log_sum_exp = _combine(_local_sums(logits, columns, slice(None)), columns, info)
+        loss, norms = _combine(_local_sums(logits, columns, slice(None)), columns, info)
         ctx.columns = columns
-        ctx.save_for_backward(logits, log_sum_exp)
+        ctx.save_for_backward(logits, norms)
         return loss
 
     @staticmethod
     @backward_once
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, log_sum_exp = ctx.saved_tensors
-        return _logits_gradient(logits, log_sum_exp, ctx.columns, grad_loss, slice(None)), None, None
+        logits, norms = ctx.saved_tensors
+        return _logits_gradient(logits, norms, ctx.columns, grad_loss, slice(None)), None, None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -101,20 +106,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, columns: _Columns, chunk: int, info: GroupInfo
     ) -> torch.Tensor:
         parts = [_local_sums(F.linear(hidden[at], weight), columns, at) for at in _chunks(hidden, chunk)]
-        loss, log_sum_exp = _combine(torch.cat(parts, dim=-1), columns, info)
+        loss, norms = _combine(torch.cat(parts, dim=-1), columns, info)
         ctx.columns, ctx.chunk = columns, chunk
-        ctx.save_for_backward(hidden, weight, log_sum_exp)
+        ctx.save_for_backward(hidden, weight, norms)
         return loss
 
     @staticmethod
     @backward_once
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, log_sum_exp = ctx.saved_tensors
+        hidden, weight, norms = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(_wide(weight)) if wants_weight else None
         for at in _chunks(hidden, ctx.chunk):
-            grad = _logits_gradient(F.linear(hidden[at], weight), log_sum_exp, ctx.columns, grad_loss, at)
+            grad = _logits_gradient(F.linear(hidden[at], weight), norms, ctx.columns, grad_loss, at)
             if grad_hidden is not None:
                 grad_hidden[at] = grad @ weight
             if grad_weight is not None:

@@ -91,15 +91,14 @@ def test_sizes_are_refused_and_never_made_to_fit(
 def test_a_world_of_512(rank: int) -> None:
     pretend(rank, 512)
     mpu.initialize_model_parallel(8)
-    assert mpu.get_tensor_model_parallel_rank() == rank % 8
+    place, first = rank % 8, rank - rank % 8
+    assert mpu.get_tensor_model_parallel_rank() == place
     assert mpu.get_data_parallel_rank() == rank // 8
     assert mpu.get_data_parallel_world_size() == 64
-    assert dist.get_process_group_ranks(mpu.get_tensor_model_parallel_group()) == [
-        rank - rank % 8 + i for i in range(8)
-    ]
-    assert dist.get_process_group_ranks(mpu.get_data_parallel_group()) == list(range(rank % 8, 512, 8))
+    assert dist.get_process_group_ranks(mpu.get_tensor_model_parallel_group()) == list(range(first, first + 8))
+    assert dist.get_process_group_ranks(mpu.get_data_parallel_group()) == list(range(place, 512, 8))
     assert dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group()) == [rank]
-    assert mpu.get_tensor_model_parallel_src_rank() == rank - rank % 8
+    assert mpu.get_tensor_model_parallel_src_rank() == first
     # One communicator serves two kinds that have the same ranks and never run at once.
     assert mpu.get_model_parallel_group() is mpu.get_tensor_model_parallel_group()
     assert mpu.get_embedding_group() is mpu.get_pipeline_model_parallel_group()
