@@ -95,25 +95,31 @@ def publish(directory: Path, iteration: int) -> None:
     """
     new, final, old = (f(directory, iteration) for f in (temporary_folder, iteration_folder, _old_folder))
     replacing = final.exists()
-    if replacing:
-        os.rename(final, old)
     try:
+        if replacing:
+            os.rename(final, old)
         os.rename(new, final)
         fsync_directory(directory)
         with atomic_write(directory / TRACKER) as stream:
             stream.write(f"{iteration}\n")
-    except BaseException:
-        _take_back(directory, iteration, replacing)
-        raise
-    if replacing:
-        shutil.rmtree(old)
+    except Exception as error:
+        if replacing or not _tracks(directory, iteration):
+            _take_back(new, final, old)
+            raise
+        # After a power cut the tracker may name the checkpoint before: also a whole one.
+        _logger.warning("%s: saved, but the tracker's name may not have reached the disk (%s)", final, error)
+    # Published: what cannot be removed now is removed before the next save.
+    shutil.rmtree(old, ignore_errors=True)
 
 
-def _take_back(directory: Path, iteration: int, replacing: bool) -> None:
-    new, final, old = (f(directory, iteration) for f in (temporary_folder, iteration_folder, _old_folder))
-    if not replacing and tracked_iteration(directory) == iteration:
-        return  # published all the same: only the flush of the tracker's name has failed
-    if final.exists():
+def _tracks(directory: Path, iteration: int) -> bool:
+    path = directory / TRACKER
+    return path.exists() and path.read_bytes() == b"%d\n" % iteration
+
+
+def _take_back(new: Path, final: Path, old: Path) -> None:
+    """Undo the renames of `publish` as far as they were done."""
+    if not new.exists():
         os.rename(final, new)
-    if replacing:
+    if old.exists():
         os.rename(old, final)

@@ -82,7 +82,7 @@ def load_checkpoint(
         root = Path(directory)
         folder = _find(root, iteration)
         if rank == 0:
-            _report_leftovers(root)
+            _report_leftovers(root, folder)
         index = _read_index(folder)
         state = _read_state(folder, index)
         _check_files(folder, index)
@@ -105,9 +105,12 @@ def _find(directory: Path, iteration: int | None) -> Path:
     return whole_folder(directory, iteration)
 
 
-def _report_leftovers(directory: Path) -> None:
+def _report_leftovers(directory: Path, loaded: Path) -> None:
     for entry in leftovers(directory):
-        _logger.warning("%s: %s is the leftover of an interrupted save and is not read", directory, entry.name)
+        words = (
+            "loaded, for an interrupted save left it so" if entry == loaded else "the leftover of an interrupted save"
+        )
+        _logger.warning("%s: %s is %s", directory, entry.name, words)
 
 
 def _read_index(folder: Path) -> Index:

@@ -1,0 +1,219 @@
+"""Saves that are killed or fail at every step: the last good checkpoint always loads, and the next save works."""
+
+import builtins
+import contextlib
+import errno
+import io
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpointing import SaveError, load_checkpoint, save_checkpoint
+from megatron.mpu.sharding import Sharding
+
+TRACKER = "latest_checkpointed_iteration.txt"
+SHARDING = Sharding("w", (64, 8), None, 0)
+
+# A warm parent that has imported this module forks each trial.
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload([__name__])
+
+
+def save(directory: Path, iteration: int, value: float, rows: int = 64) -> None:
+    sharding = Sharding("w", (rows, 8), None, 0)
+    tensors = {"w": (torch.full((rows, 8), value), sharding)}
+    own = {"rng": torch.full((8,), int(value), dtype=torch.uint8)}
+    save_checkpoint(directory, iteration, tensors, {"value": value}, own, writer=True, rank=0, world_size=1, layout={})
+
+
+def load(directory: Path, rows: int = 64) -> tuple[int, float]:
+    """Iteration and value of the latest checkpoint, which must be one of one piece."""
+    target = torch.zeros(rows, 8)
+    loaded = load_checkpoint(directory, {"w": (target, Sharding("w", (rows, 8), None, 0))}, rank=0, layout={})
+    value = loaded.state["value"]
+    assert (target == value).all()
+    assert loaded.rank_tensors is not None and (loaded.rank_tensors["rng"] == int(value)).all()
+    return loaded.iteration, value
+
+
+class Steps:
+    """Calls `act` before and after the chosen one of all steps that change the disk; counts them."""
+
+    def __init__(self, chosen: int, act: Callable[[], None]) -> None:
+        self.chosen = chosen
+        self.act = act
+        self.count = 0
+
+    def _point(self) -> None:
+        if self.count == self.chosen:
+            self.count += 1
+            self.act()
+        else:
+            self.count += 1
+
+    def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self._point()
+            result = function(*args, **kwargs)
+            self._point()
+            return result
+
+        return step
+
+    def opened(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def step(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            stream = function(file, mode, *args, **kwargs)
+            return WatchedStream(stream, self) if "w" in mode or "x" in mode else stream
+
+        return step
+
+
+class WatchedStream:
+    """A stream whose writes are steps."""
+
+    def __init__(self, stream: Any, steps: Steps) -> None:
+        self._stream = stream
+        self.write = steps.watched(stream.write)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def __enter__(self) -> "WatchedStream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+
+@contextlib.contextmanager
+def watch(chosen: int, act: Callable[[], None]) -> Iterator[Steps]:
+    steps = Steps(chosen, act)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir"):
+            patch.setattr(os, name, steps.watched(getattr(os, name)))
+        for module in (builtins, io):
+            patch.setattr(module, "open", steps.opened(open))
+        yield steps
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_and_die(directory: Path, iteration: int, value: float, step: int) -> None:
+    torch.set_num_threads(1)
+    with watch(step, kill_self):
+        save(directory, iteration, value)
+
+
+def number_of_steps(directory: Path, iteration: int) -> int:
+    """How many steps a save of `iteration` over the good checkpoint has."""
+    save(directory, 10, 1.0)
+    with watch(-1, kill_self) as steps:
+        save(directory, iteration, 2.0)
+    assert steps.count > 30
+    return steps.count
+
+
+@pytest.mark.parametrize("iteration", [20, 10], ids=["new", "replacing"])
+def test_killed_before_and_after_each_step(tmp_path: Path, iteration: int) -> None:
+    outcomes = set()
+    for step in range(number_of_steps(tmp_path / "count", iteration)):
+        directory = tmp_path / str(step)
+        save(directory, 10, 1.0)
+        child = _server.Process(target=save_and_die, args=(directory, iteration, 2.0, step))
+        child.start()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL, f"step {step}"
+        found = load(directory)
+        outcomes.add(found)
+        assert found in {(10, 1.0), (iteration, 2.0)}, f"step {step}"
+        save(directory, 30, 3.0)
+        assert load(directory) == (30, 3.0)
+        left = {path.name for path in directory.iterdir()} - {"iter_0000030", TRACKER, f"iter_{iteration:07d}"}
+        assert left == ({"iter_0000010"} if iteration == 20 else set()), f"step {step}"
+    assert outcomes == {(10, 1.0), (iteration, 2.0)}
+
+
+def attempt(directory: Path, iteration: int) -> str:
+    """ "saved", or the message of the failure."""
+    try:
+        save(directory, iteration, 2.0)
+    except SaveError as error:
+        return str(error)
+    return "saved"
+
+
+def fail() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("iteration", [20, 10], ids=["new", "replacing"])
+def test_a_full_disk_at_each_step(tmp_path: Path, iteration: int) -> None:
+    outcomes: list[str] = []
+    for step in range(number_of_steps(tmp_path / "count", iteration)):
+        directory = tmp_path / str(step)
+        save(directory, 10, 1.0)
+        before = (directory / TRACKER).read_text()
+        with watch(step, fail):
+            outcomes.append(attempt(directory, iteration))
+        if outcomes[-1] == "saved":
+            assert load(directory) == (iteration, 2.0), f"step {step}"
+        else:
+            assert "No space left on device" in outcomes[-1]
+            assert load(directory) == (10, 1.0), f"step {step}"
+            assert (directory / TRACKER).read_text() == before
+            assert {path.name for path in directory.iterdir()} == {"iter_0000010", TRACKER}
+        save(directory, 30, 3.0)
+        assert load(directory) == (30, 3.0)
+    # What cannot be removed, or flushed after the tracker has its new content, does not undo a save.
+    assert len(outcomes) - outcomes.count("saved") > 25
+
+
+def save_slowly(directory: Path, ready: Any) -> None:
+    torch.set_num_threads(1)
+    ready.set()
+    save(directory, 20, 2.0, rows=50_000)
+
+
+def test_killed_at_random_instants(tmp_path: Path) -> None:
+    rows = 50_000
+    save(tmp_path, 10, 1.0, rows)
+    begin = time.monotonic()
+    save(tmp_path, 10, 1.0, rows)
+    duration = time.monotonic() - begin
+    expected = (10, 1.0)
+    draw = random.Random(4)
+    for _ in range(12):
+        ready = _server.Event()
+        child = _server.Process(target=save_slowly, args=(tmp_path, ready))
+        child.start()
+        assert ready.wait(60)
+        time.sleep(draw.uniform(0, duration))
+        child.kill()
+        child.join()
+        found = load(tmp_path, rows)
+        assert found in {expected, (20, 2.0)}
+        expected = found
+
+
+def test_leftovers_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 10, 1.0)
+    (tmp_path / ".iter_0000020.tmp").mkdir()
+    (tmp_path / f".{TRACKER}.0123456789ab.tmp").touch()
+    (tmp_path / "notes.tmp").touch()
+    with caplog.at_level(logging.WARNING):
+        load(tmp_path)
+        assert ".iter_0000020.tmp is the leftover of an interrupted save" in caplog.text
+        save(tmp_path, 20, 2.0)
+        assert "removed .iter_0000020.tmp, the leftover of an interrupted save" in caplog.text
+    assert {p.name for p in tmp_path.iterdir()} == {"iter_0000010", "iter_0000020", TRACKER, "notes.tmp"}
