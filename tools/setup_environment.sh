@@ -9,14 +9,14 @@ _setup_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 _setup_say() { printf 'set-up: %s\n' "$*" >&2; }
 
-# Prints the folder of the active environment if it can be used: PyTorch 2.9 or newer imports, pip may install there.
+# Prints the Python of the active environment if it can be used: PyTorch 2.9 or newer imports, pip is there and may install.
 _setup_active() {
   local python
   for python in python python3; do
     "$python" - "$_setup_root/.venv" 2>/dev/null <<'PYTHON' && return 0
 import pathlib, re, sys, sysconfig
 
-import torch
+import pip, torch
 
 if sys.version_info < (3, 11) or pathlib.Path(sys.prefix).resolve() == pathlib.Path(sys.argv[1]).resolve():
     sys.exit(1)
@@ -25,7 +25,8 @@ if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 9):
 managed = pathlib.Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").exists()
 if managed and sys.prefix == sys.base_prefix:
     sys.exit(1)
-print(sys.executable)
+python = pathlib.Path(sys.executable).with_name("python")  # the name that scripts call
+sys.exit(1) if not python.exists() else print(python)
 PYTHON
   done
   return 1
