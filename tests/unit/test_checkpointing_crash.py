@@ -10,7 +10,9 @@ import os
 import random
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,49 @@ from megatron.mpu.sharding import Sharding
 TRACKER = "latest_checkpointed_iteration.txt"
 SHARDING = Sharding("w", (64, 8), None, 0)
 
-# A warm parent that has imported this module forks each trial.
-_server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload([__name__])
+Trial = Callable[..., int]
+
+
+def fork_trials(connection: Connection) -> None:
+    """A warm process that forks a child for each job, kills it after a while if told to, and tells how it ended."""
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, arguments, delay = connection.recv()
+        except EOFError:
+            return
+        child = os.fork()
+        if child == 0:
+            try:
+                function(*arguments)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        if delay is not None:
+            time.sleep(delay)
+            os.kill(child, signal.SIGKILL)
+        connection.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+@pytest.fixture(scope="module")
+def trial() -> Iterator[Trial]:
+    """`trial(function, *args, delay=None) -> exit code` of a process that runs it, killed after `delay` seconds."""
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    parent = context.Process(target=fork_trials, args=(theirs,), daemon=True)
+    parent.start()
+    theirs.close()
+
+    def run(function: Callable[..., None], *arguments: Any, delay: float | None = None) -> int:
+        mine.send((function, arguments, delay))
+        assert mine.poll(120)
+        return mine.recv()
+
+    yield run
+    mine.close()
+    parent.join(60)
 
 
 def save(directory: Path, iteration: int, value: float, rows: int = 64) -> None:
@@ -110,7 +152,6 @@ def kill_self() -> None:
 
 
 def save_and_die(directory: Path, iteration: int, value: float, step: int) -> None:
-    torch.set_num_threads(1)
     with watch(step, kill_self):
         save(directory, iteration, value)
 
@@ -125,15 +166,12 @@ def number_of_steps(directory: Path, iteration: int) -> int:
 
 
 @pytest.mark.parametrize("iteration", [20, 10], ids=["new", "replacing"])
-def test_killed_before_and_after_each_step(tmp_path: Path, iteration: int) -> None:
+def test_killed_before_and_after_each_step(tmp_path: Path, trial: Trial, iteration: int) -> None:
     outcomes = set()
     for step in range(number_of_steps(tmp_path / "count", iteration)):
         directory = tmp_path / str(step)
         save(directory, 10, 1.0)
-        child = _server.Process(target=save_and_die, args=(directory, iteration, 2.0, step))
-        child.start()
-        child.join()
-        assert child.exitcode == -signal.SIGKILL, f"step {step}"
+        assert trial(save_and_die, directory, iteration, 2.0, step) == -signal.SIGKILL, f"step {step}"
         found = load(directory)
         outcomes.add(found)
         assert found in {(10, 1.0), (iteration, 2.0)}, f"step {step}"
@@ -179,13 +217,7 @@ def test_a_full_disk_at_each_step(tmp_path: Path, iteration: int) -> None:
     assert len(outcomes) - outcomes.count("saved") > 25
 
 
-def save_slowly(directory: Path, ready: Any) -> None:
-    torch.set_num_threads(1)
-    ready.set()
-    save(directory, 20, 2.0, rows=50_000)
-
-
-def test_killed_at_random_instants(tmp_path: Path) -> None:
+def test_killed_at_random_instants(tmp_path: Path, trial: Trial) -> None:
     rows = 50_000
     save(tmp_path, 10, 1.0, rows)
     begin = time.monotonic()
@@ -193,14 +225,8 @@ def test_killed_at_random_instants(tmp_path: Path) -> None:
     duration = time.monotonic() - begin
     expected = (10, 1.0)
     draw = random.Random(4)
-    for _ in range(12):
-        ready = _server.Event()
-        child = _server.Process(target=save_slowly, args=(tmp_path, ready))
-        child.start()
-        assert ready.wait(60)
-        time.sleep(draw.uniform(0, duration))
-        child.kill()
-        child.join()
+    for _ in range(20):
+        trial(save, tmp_path, 20, 2.0, rows, delay=draw.uniform(0, 1.5 * duration))
         found = load(tmp_path, rows)
         assert found in {expected, (20, 2.0)}
         expected = found
