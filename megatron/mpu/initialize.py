@@ -99,7 +99,8 @@ def adopt_device_mesh(
     collective over the world. `destroy_model_parallel` leaves the mesh's own groups alone.
 
     Raises:
-        ValueError: a name that the mesh does not have, dimensions left over, a mesh smaller than the world.
+        ValueError: a name that the mesh does not have, dimensions left over, a mesh smaller than the world, or one
+            whose process groups hold their ranks in another order than the mesh.
     """
     _check_can_start()
     topology, dims = _mesh_topology(mesh, {"tensor": tensor_dim, "data": data_dim, "pipeline": pipeline_dim})
@@ -107,6 +108,10 @@ def adopt_device_mesh(
     if problems:
         raise ValueError("; ".join(problems))
     adopted = {kind: mesh.get_group(dim) for kind, dim in dims.items()}
+    for kind, group in adopted.items():
+        members = topology.group_of(kind, dist.get_rank())
+        if dist.get_process_group_ranks(group) != members:
+            raise ValueError(f"mesh dimension {dims[kind]}: its ranks {members} must rise, as in their process group")
     _start(topology, adopted, virtual_pipeline_model_parallel_size, timeout)
 
 
@@ -190,8 +195,7 @@ def _twin(kind: str, tables: dict[str, list[list[int]]]) -> str | None:
 def _make_groups(state: _State, table: list[list[int]], kind: str, timeout: timedelta | None) -> None:
     """Every rank makes every group, its own or not, as `torch.distributed.new_group` asks; its own are kept."""
     for ranks in table:
-        # Unsorted: an adopted mesh may hold its ranks in another order than ours.
-        group = dist.new_group(ranks, timeout=timeout, group_desc=f"mpu_{kind}", sort_ranks=False)
+        group = dist.new_group(ranks, timeout=timeout, group_desc=f"mpu_{kind}")
         if ranks == state.members.get(kind):
             state.groups[kind] = group
             state.made.append(group)

@@ -65,9 +65,6 @@ class RngTracker:
             raise ValueError(f"random stream {name!r} exists already: reset the tracker first, or take another name")
         self._streams[name] = {"": torch.Generator().manual_seed(seed).get_state()}
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._streams
-
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
         """Draw from the stream `name` inside the block, and from where the default generators were after it.

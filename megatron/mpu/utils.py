@@ -79,6 +79,7 @@ def local_rows(
     outside the vocabulary gets row `rows`, which does not exist: the lookup then fails on the device itself (a
     device-side assertion on CUDA), so that a bad id is never taken for somebody else's, without a synchronisation.
     """
+    ids = ids.long()
     elsewhere = (ids < first) | (ids >= first + rows)
     outside = (ids < lowest) | (ids >= vocab_size)
     index = (ids - first).masked_fill(elsewhere, 0).masked_fill(outside, rows)

@@ -25,7 +25,8 @@ def check_groups(rank: int) -> None:
         members = topology.group_of(kind, rank)
         if not members:
             continue
-        assert dist.get_process_group_ranks(group()) == members, kind
+        # Only an adopted mesh can hold the ranks of its model group in another order than a process group does.
+        assert dist.get_process_group_ranks(group()) == (sorted(members) if kind == "model" else members), kind
         total = torch.tensor([1 << rank])
         dist.all_reduce(total, group=group())
         assert total.item() == sum(1 << member for member in members), kind
@@ -75,6 +76,7 @@ def adopt(rank: int, world_size: int) -> None:
 
 def refuse_meshes(rank: int, world_size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    backwards = DeviceMesh("cpu", [[1, 0], [3, 2]], mesh_dim_names=("dp", "tp"))
     half = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
     found = []
     for given, dims in (
@@ -82,6 +84,7 @@ def refuse_meshes(rank: int, world_size: int) -> list[str]:
         (mesh, {"tensor_dim": "tp"}),
         (mesh, {"tensor_dim": "tp", "data_dim": "tp"}),
         (half, {"tensor_dim": "tp"}),
+        (backwards, {"tensor_dim": "tp", "data_dim": "dp"}),
     ):
         try:
             mpu.adopt_device_mesh(given, **dims)
@@ -93,10 +96,11 @@ def refuse_meshes(rank: int, world_size: int) -> list[str]:
 
 def test_groups_of_a_device_mesh(ranks: Ranks) -> None:
     ranks(4, adopt)
-    for unknown, left_over, twice, small in ranks(4, refuse_meshes):
+    for unknown, left_over, twice, small, falling in ranks(4, refuse_meshes):
         assert unknown.startswith("tensor_dim 'model': the mesh has the dimensions dp, tp")
         assert "each must be named once" in left_over
         assert "each must be named once" in twice
+        assert "must rise, as in their process group" in falling
         assert small.startswith("mesh of 2 ranks: it must hold all 4")
 
 
