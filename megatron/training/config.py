@@ -142,6 +142,7 @@ class RunConfig(ComposedConfig):
         """What is wrong between sections that are right by themselves."""
         t = self.distributed.tensor_model_parallel_size
         found = self.model.tensor_problems(t) + self._batch_problems(world_size)
+        found += self.schedule.training_problems(self.training.train_iters)
         if self.data.seq_length > self.model.max_position_embeddings:
             found.append(
                 f"--seq-length {self.data.seq_length}: it must not be above "

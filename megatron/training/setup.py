@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import logging
 import os
 from collections.abc import Iterator
 
@@ -83,6 +84,7 @@ def distributed_world(config: DistributedConfig, seed: int) -> Iterator[World]:
     store = None if adopted else _meet(backend, timeout, device)
     try:
         with shared_failure(store, dist.get_rank()):
+            _quiet_unless_first(dist.get_rank())
             _initialize_model_parallel(config, timeout)
             mpu.model_parallel_manual_seed(seed)
             yield World(dist.get_rank(), dist.get_world_size(), device, store)
@@ -90,6 +92,11 @@ def distributed_world(config: DistributedConfig, seed: int) -> Iterator[World]:
         if not adopted:
             mpu.destroy_model_parallel()
             dist.destroy_process_group()
+
+
+def _quiet_unless_first(rank: int) -> None:
+    """Warnings that all ranks would give alike are heard once."""
+    logging.getLogger("megatron").setLevel(logging.WARNING if rank == 0 else logging.ERROR)
 
 
 def _initialize_model_parallel(config: DistributedConfig, timeout: datetime.timedelta) -> None:

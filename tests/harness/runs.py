@@ -113,14 +113,18 @@ def trainee_pieces(trainee: Trainee) -> list[Piece]:
     return pieces
 
 
+def outcome_of(trainee: Trainee, recorder: Recorder) -> Outcome:
+    """What a run left on this rank."""
+    local = {name: tensor.numpy().copy() for name, (tensor, _) in trainee.tensors().items()}
+    rng = {name: state.numpy().copy() for name, state in mpu.rng_state().items()}
+    return Outcome(recorder.steps, recorder.evaluations, trainee_pieces(trainee), local, rng)
+
+
 def run_pretrain(rank: int, world_size: int, words: Sequence[str]) -> Outcome:
     """Pretrain by `words` on the ranks of the harness (`rank` of `world_size`)."""
     recorder = Recorder()
     config = parse_composed(RunConfig, words, world_size=world_size)
-    trainee = pretrain_gpt.train(config, [recorder])
-    local = {name: tensor.numpy().copy() for name, (tensor, _) in trainee.tensors().items()}
-    rng = {name: state.numpy().copy() for name, state in mpu.rng_state().items()}
-    return Outcome(recorder.steps, recorder.evaluations, trainee_pieces(trainee), local, rng)
+    return outcome_of(pretrain_gpt.train(config, [recorder]), recorder)
 
 
 def assemble(outcomes: Iterable[Outcome]) -> dict[str, torch.Tensor]:
