@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -86,9 +87,9 @@ def main(report: Path, root: Path) -> int:
     outcomes = read_report(report)
     files = [str(path.relative_to(root)) for path in (root / "tests").rglob("test_*.py")]
     verdict = judge(files, outcomes)
-    for outcome in outcomes:
-        if outcome.state == "skipped":
-            print(f"skipped: {outcome.module}::{outcome.name}: {outcome.reason}")
+    skipped = Counter((outcome.module, outcome.reason) for outcome in outcomes if outcome.state == "skipped")
+    for (module, reason), count in skipped.items():
+        print(f"skipped: {count} in {module}: {reason}")
     for line in verdict.not_shown:
         print(f"NOT SHOWN: {line}")
     for line in verdict.complaints:
