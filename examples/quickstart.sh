@@ -8,7 +8,8 @@
 set -euo pipefail
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 folder=${1:-$repository/quickstart}
-iterations=${QUICKSTART_ITERS:-300}
+iterations=300 below=60
+if [ "${TOY:-0}" = 1 ]; then iterations=4 below=1000; fi  # TOY=1 walks through it in a minute and learns nothing
 
 step() { printf '\n== %s\n' "$*"; }
 
@@ -36,14 +37,14 @@ model=(--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 256
   --attention-dropout 0 --hidden-dropout 0)  # one pass over the text: nothing to guard against
 batch=(--micro-batch-size 8 --global-batch-size 8 --train-iters "$iterations")
 rate=(--lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05)
-watch=(--log-interval 10 --eval-interval 100 --eval-iters 10 --eval-at-start --progress-bar
+watch=(--log-interval "$((iterations < 10 ? 1 : 10))" --eval-interval 100 --eval-iters 10 --eval-at-start --progress-bar
   --metrics-file "$folder/metrics.jsonl" --tensorboard-dir "$folder/tensorboard")
 torchrun --standalone --nproc-per-node 2 pretrain_gpt.py --tensor-model-parallel-size 2 --distributed-backend gloo \
   --data-path "$folder/corpus_text_document" --split 95,5,0 --num-workers 0 --save "$folder/checkpoints" \
   "${tokenizer[@]}" "${model[@]}" "${batch[@]}" "${rate[@]}" "${watch[@]}"
 
 step "6/6 what it has learned"
-python examples/quickstart/report.py "$folder/metrics.jsonl"
+python examples/quickstart/report.py "$folder/metrics.jsonl" --below "$below"
 printf '\na sample:\n'
 torchrun --standalone --nproc-per-node 2 tools/generate_text.py --load "$folder/checkpoints" --distributed-backend gloo \
   --prompt "def read_" --out-seq-length 80 --top-k 20 --temperature 0.8
