@@ -14,7 +14,8 @@ from typing import TypeAlias
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.mpu.topology import KINDS, Topology
+from megatron.mpu.groups import Groups, make_groups, take_groups
+from megatron.mpu.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,7 @@ class _State:
     """Everything that `destroy_model_parallel` forgets."""
 
     topology: Topology | None = None
-    groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
-    members: dict[str, list[int]] = field(default_factory=dict)
-    made: list[dist.ProcessGroup] = field(default_factory=list)
+    groups: Groups = field(default_factory=Groups)
     ranks_set: dict[str, int] = field(default_factory=dict)
     sizes_set: dict[str, int] = field(default_factory=dict)
     virtual_rank: int | None = None
@@ -103,15 +102,10 @@ def adopt_device_mesh(
             whose process groups hold their ranks in another order than the mesh.
     """
     _check_can_start()
-    topology, dims = _mesh_topology(mesh, {"tensor": tensor_dim, "data": data_dim, "pipeline": pipeline_dim})
+    topology, adopted = take_groups(mesh, tensor_dim, data_dim, pipeline_dim)
     problems = _virtual_problems(virtual_pipeline_model_parallel_size, topology.pipeline)
     if problems:
         raise ValueError("; ".join(problems))
-    adopted = {kind: mesh.get_group(dim) for kind, dim in dims.items()}
-    for kind, group in adopted.items():
-        members = topology.group_of(kind, dist.get_rank())
-        if dist.get_process_group_ranks(group) != members:
-            raise ValueError(f"mesh dimension {dims[kind]}: its ranks {members} must rise, as in their process group")
     _start(topology, adopted, virtual_pipeline_model_parallel_size, timeout)
 
 
@@ -132,73 +126,11 @@ def _virtual_problems(virtual: int | None, pipeline: int) -> list[str]:
     return []
 
 
-def _mesh_topology(mesh: DeviceMesh, wanted: dict[str, str | None]) -> tuple[Topology, dict[str, str]]:
-    """The topology of `mesh` and, for each kind of group that it has, the dimension to take it from."""
-    names = mesh.mesh_dim_names or ()
-    dims = {kind: dim for kind, dim in wanted.items() if dim is not None}
-    for kind, dim in dims.items():
-        if dim not in names:
-            raise ValueError(f"{kind}_dim {dim!r}: the mesh has the dimensions {', '.join(names) or 'without names'}")
-    if sorted(dims.values()) != sorted(names):
-        raise ValueError(f"mesh dimensions {', '.join(names)}: each must be named once, given were {dims}")
-    if mesh.size() != dist.get_world_size():
-        raise ValueError(f"mesh of {mesh.size()} ranks: it must hold all {dist.get_world_size()} ranks of the world")
-    order = [kind for kind in ("pipeline", "data", "tensor") if kind in dims]  # the tensor coordinate runs fastest
-    table = mesh.mesh.permute([names.index(dims[kind]) for kind in order])
-    sizes = {kind: mesh.size(names.index(dim)) for kind, dim in dims.items()}
-    ranks = tuple(table.flatten().tolist())
-    topology = Topology(
-        len(ranks),
-        sizes.get("tensor", 1),
-        sizes.get("pipeline", 1),
-        None if ranks == tuple(range(len(ranks))) else ranks,
-    )
-    return topology, dims
-
-
 def _start(
-    topology: Topology,
-    adopted: dict[str, dist.ProcessGroup],
-    virtual: int | None,
-    timeout: timedelta | None,
+    topology: Topology, adopted: dict[str, dist.ProcessGroup], virtual: int | None, timeout: timedelta | None
 ) -> None:
-    """Fill the state; make every group that was not adopted, in one order on every rank."""
-    rank = dist.get_rank()
-    state = _State(topology, dict(adopted))
-    tables = {kind: topology.groups(kind) for kind in KINDS}
-    for kind, table in tables.items():
-        members = topology.group_of(kind, rank)
-        if members:
-            state.members[kind] = members
-        twin = _twin(kind, tables)
-        if twin is not None and kind not in adopted:
-            state.groups[kind] = state.groups[twin]
-        elif kind not in adopted:
-            _make_groups(state, table, kind, timeout)
-    state.virtual_size = virtual
-    state.virtual_rank = None if virtual is None else 0
-    _replace_state(state)
-
-
-def _twin(kind: str, tables: dict[str, list[list[int]]]) -> str | None:
-    """An earlier kind with the same groups that can serve for `kind` too: a communicator costs memory on the device.
-
-    True of groups of one rank, and of the model group where there is no pipeline. Kinds whose collectives may be under
-    way at the same time are kept apart.
-    """
-    candidates: tuple[str, ...] = ("tensor",) if kind == "model" else ()
-    if len(tables[kind][0]) == 1:
-        candidates = KINDS[: KINDS.index(kind)]
-    return next((other for other in candidates if tables[other] == tables[kind]), None)
-
-
-def _make_groups(state: _State, table: list[list[int]], kind: str, timeout: timedelta | None) -> None:
-    """Every rank makes every group, its own or not, as `torch.distributed.new_group` asks; its own are kept."""
-    for ranks in table:
-        group = dist.new_group(ranks, timeout=timeout, group_desc=f"mpu_{kind}")
-        if ranks == state.members.get(kind):
-            state.groups[kind] = group
-            state.made.append(group)
+    groups = make_groups(topology, adopted, timeout)
+    _replace_state(_State(topology, groups, virtual_rank=None if virtual is None else 0, virtual_size=virtual))
 
 
 def _replace_state(state: _State) -> None:
@@ -211,7 +143,7 @@ def destroy_model_parallel() -> None:
 
     Afterwards `initialize_model_parallel` may be called again at other sizes. Harmless when nothing was initialised.
     """
-    made = _state.made
+    made = _state.groups.made
     _replace_state(_State())
     if dist.is_initialized():
         for group in made:
@@ -256,7 +188,7 @@ def resolve_group(group: Group = None) -> GroupInfo:
         return GroupInfo(None, _rank("tensor"), _size("tensor"))
     if _state.topology is None:
         return SERIAL_GROUP
-    return GroupInfo(_state.groups["tensor"], _rank("tensor"), _size("tensor"))
+    return GroupInfo(_state.groups.handles["tensor"], _rank("tensor"), _size("tensor"))
 
 
 def _check_alone(what: str) -> None:
@@ -266,37 +198,37 @@ def _check_alone(what: str) -> None:
 
 
 def _group(kind: str) -> dist.ProcessGroup:
-    if kind not in _state.groups:
+    if kind not in _state.groups.handles:
         if _state.topology is not None:
             raise RuntimeError(f"this rank (pipeline stage {_rank('pipeline')}) is in no {kind} group")
         raise RuntimeError(f"there is no {kind} group yet: call mpu.initialize_model_parallel first")
-    return _state.groups[kind]
+    return _state.groups.handles[kind]
 
 
 def _size(kind: str) -> int:
     if kind in _state.sizes_set:
         return _state.sizes_set[kind]
-    if kind not in _state.members:
+    if kind not in _state.groups.members:
         _check_alone(f"the {kind} parallel size")
         return 1
-    return len(_state.members[kind])
+    return len(_state.groups.members[kind])
 
 
 def _rank(kind: str) -> int:
     if kind in _state.ranks_set:
         return _state.ranks_set[kind]
-    if kind not in _state.members:
+    if kind not in _state.groups.members:
         _check_alone(f"the {kind} parallel rank")
         return 0
-    return _state.members[kind].index(dist.get_rank())
+    return _state.groups.members[kind].index(dist.get_rank())
 
 
 def _member(kind: str, place: Callable[[int, int], int]) -> int:
     """The global rank at `place(rank, size)` in this rank's group."""
-    if kind not in _state.members:
+    if kind not in _state.groups.members:
         _check_alone(f"the {kind} group")
         return 0
-    members = _state.members[kind]
+    members = _state.groups.members[kind]
     return members[place(_rank(kind), len(members)) % len(members)]
 
 
