@@ -196,8 +196,9 @@ def docstring_problems(source: Source) -> list[str]:
     text = ast.get_docstring(source.tree)
     if not text or not text.strip():
         return [f"{source.path}: the first statement is not a docstring that says what lives here"]
-    first = text.split("\n")[0]
-    return [] if first.endswith((".", ":", "`")) else [f"{source.path}: the first line is no sentence: {first!r}"]
+    first, *others = text.split("\n")
+    runs_on = bool(others and others[0].strip())
+    return [f"{source.path}: the first line of the docstring runs on: {first!r}"] if runs_on else []
 
 
 def names_and_strings(source: Source) -> Iterator[tuple[str, int]]:
