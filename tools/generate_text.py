@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron import mpu
-from megatron.base.compose import ComposedConfig
+from megatron.base.compose import ComposedConfig, combines
 from megatron.base.config import Config, flag, minimum_problems
 from megatron.model import gather_logits
 from megatron.tasks.generation import generate
@@ -45,7 +45,8 @@ class Request(ComposedConfig):
     distributed: DistributedConfig
     generate: GenerateConfig
 
-    def combination_problems(self, world_size: int) -> list[str]:
+    @combines("distributed")
+    def sizes_fit(self, world_size: int) -> list[str]:
         t = self.distributed.tensor_model_parallel_size
         wrong = f"--tensor-model-parallel-size {t}: it must equal the number of ranks, which is {world_size}"
         return [] if t == world_size else [wrong]

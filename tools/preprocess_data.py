@@ -16,7 +16,6 @@ from typing import Self
 import numpy as np
 from tqdm import tqdm
 
-from megatron.base.complaints import problems_of
 from megatron.base.compose import ComposedConfig
 from megatron.base.config import Config, choice_problems, flag, minimum_problems
 from megatron.data.corpus import Encoded, Encoder, encode_file
@@ -24,6 +23,7 @@ from megatron.data.indexed import IndexedWriter, best_dtype
 from megatron.data.records import BadRecords
 from megatron.tokenizer import TokenizerConfig, build_tokenizer
 from megatron.training.arguments import parse_composed
+from megatron.training.failure import print_problems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         preprocess(parse_composed(PreprocessRun, argv, world_size=1, prog="preprocess_data.py"))
     except (ValueError, OSError) as error:
-        problems = problems_of(error) if isinstance(error, ValueError) else [str(error)]
-        print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr)
+        print_problems(error)
         return 2
     except BrokenExecutor:
         print("error: a worker process died, for want of memory perhaps; nothing was written", file=sys.stderr)

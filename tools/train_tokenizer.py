@@ -13,12 +13,12 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
-from megatron.base.complaints import problems_of
 from megatron.base.compose import ComposedConfig
 from megatron.base.config import Config, flag, minimum_problems
 from megatron.base.files import atomic_write
 from megatron.data.records import NOT_UTF8, BadRecord, BadRecords, texts_of
 from megatron.training.arguments import parse_composed
+from megatron.training.failure import print_problems
 
 END_OF_TEXT = "<|endoftext|>"
 _SMALLEST = 257  # the 256 bytes and the end of text
@@ -127,8 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         train_and_write(parse_composed(TrainTokenizerRun, argv, world_size=1, prog="train_tokenizer.py").files)
     except (ValueError, OSError) as error:
-        problems = problems_of(error) if isinstance(error, ValueError) else [str(error)]
-        print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr)
+        print_problems(error)
         return 2
     return 0
 

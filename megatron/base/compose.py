@@ -1,7 +1,7 @@
 """Several configs made together from one pool of values, so that all their complaints are told at once."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from megatron.base.complaints import problems_of, raise_joined
@@ -23,8 +23,36 @@ class ComposedConfig:
     ignored_flags: ClassVar[Mapping[str, str]] = {}
 
     def combination_problems(self, world_size: int) -> list[str]:
-        """What is wrong, on `world_size` ranks, between sections that are right by themselves."""
-        return []
+        """What is wrong, on `world_size` ranks, between sections that are right by themselves (others are None here).
+
+        Asks each method that `combines` sections which are all right.
+        """
+        found: list[str] = []
+        for check in _checks(type(self)):
+            if all(getattr(self, section) is not None for section in check.sections):
+                found += check.method(self, world_size)
+        return found
+
+
+CheckMethod = Callable[[Any, int], list[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Combination:
+    """A check of several sections: a method (config, world size) -> complaints, and the sections that it reads."""
+
+    method: CheckMethod
+    sections: tuple[str, ...]
+
+
+def combines(*sections: str) -> Callable[[CheckMethod], Combination]:
+    """Mark a method (self, world_size) -> complaints of a `ComposedConfig` as the check of these sections together."""
+    return lambda method: Combination(method, sections)
+
+
+def _checks(composed: type[ComposedConfig]) -> list[Combination]:
+    classes = reversed(composed.__mro__)
+    return [check for c in classes for check in vars(c).values() if isinstance(check, Combination)]
 
 
 Composed = TypeVar("Composed", bound=ComposedConfig)
@@ -62,11 +90,12 @@ def compose(
     values: Mapping[str, Any],
     world_size: int,
     problems: list[str] | None = None,
+    check_inputs: bool = False,
 ) -> Composed:
     """Make every section of `composed` from `values` (field name -> value) and check them together.
 
-    `problems` are complaints that the caller has found already. All of them, each section's own and those of the
-    combination are raised as one `ConfigError`.
+    `problems` are complaints that the caller has found already. They, each section's own, those of the combination and,
+    with `check_inputs`, those of the files that are named are raised as one `ConfigError`.
     """
     found = list(problems or [])
     made: dict[str, Config] = {}
@@ -75,8 +104,9 @@ def compose(
             made[name] = make_section(config_class, values)
         except ValueError as error:
             found += problems_of(error)
-    if len(made) < len(section_types(composed)):
-        raise_joined(found)
-    config = composed(**made)
-    raise_joined(found + config.combination_problems(world_size))
+    config = composed(**{name: made.get(name) for name in section_types(composed)})
+    found += config.combination_problems(world_size)
+    if check_inputs:
+        found += [problem for section in made.values() for problem in section.input_problems()]
+    raise_joined(found)
     return config

@@ -19,6 +19,10 @@ class Config:
         """One sentence for each thing that is wrong: the flag, its value, what is accepted."""
         return []
 
+    def input_problems(self) -> list[str]:
+        """One sentence for each file that it names and that is not as it should be; asked when a run is to start."""
+        return []
+
 
 @dataclasses.dataclass(frozen=True)
 class FlagInfo:

@@ -1,14 +1,11 @@
 """Where a run saves and loads its checkpoints, how often, and which one it starts from."""
 
 import dataclasses
-import logging
 import os
 from pathlib import Path
 
 from megatron.base.config import Config, flag, minimum_problems
 from megatron.checkpointing.folders import TRACKER, saved_iterations, tracked_iteration, whole_folder
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,31 +26,30 @@ class CheckpointConfig(Config):
                 found.append(f"{name} {folder!r}: it must be a folder")
         return found
 
+    def input_problems(self) -> list[str]:
+        """What is wrong with the checkpoint to load, as far as finding it tells."""
+        try:
+            iteration_to_load(self)
+        except ValueError as error:
+            return [str(error)]
+        return []
+
 
 def iteration_to_load(config: CheckpointConfig) -> int | None:
     """The iteration of the checkpoint that a run starts from, None where it starts afresh.
 
-    That is the tracker's. Where `--load` and `--save` are one folder, a run may be its own successor, and one without
-    checkpoints starts afresh; a checkpoint that was saved whole in the moment before the tracker was written counts.
-    Both are said in a log line. Raises ValueError where there is no checkpoint under any other `--load`.
+    That is the tracker's. Where `--load` and `--save` are one folder, a run may be its own successor: one without
+    checkpoints starts afresh, and a checkpoint counts that was saved whole in the moment before its tracker.
+    Raises ValueError where there is no checkpoint under any other `--load`.
     """
     if config.load is None:
         return None
     directory = Path(config.load)
-    tracked = tracked_iteration(directory)
-    if tracked is not None:
-        whole_folder(directory, tracked)
-        return tracked
-    if config.save is None or os.path.realpath(config.save) != os.path.realpath(config.load):
-        raise ValueError(f"--load {config.load}: there is no checkpoint in it, for there is no {TRACKER}")
-    return _untracked(directory)
-
-
-def _untracked(directory: Path) -> int | None:
-    saved = saved_iterations(directory)
-    if not saved:
-        _logger.warning("--load %s: there is no checkpoint yet, the run starts afresh", directory)
-        return None
-    whole_folder(directory, saved[-1])
-    _logger.warning("--load %s: there is no %s, the run starts from iteration %d", directory, TRACKER, saved[-1])
-    return saved[-1]
+    iteration = tracked_iteration(directory)
+    if iteration is None:
+        if config.save is None or os.path.realpath(config.save) != os.path.realpath(config.load):
+            raise ValueError(f"--load {config.load}: there is no checkpoint in it, for there is no {TRACKER}")
+        iteration = max(saved_iterations(directory), default=None)
+    if iteration is not None:
+        whole_folder(directory, iteration)
+    return iteration

@@ -3,6 +3,7 @@
 import dataclasses
 
 from megatron.base.config import Config, choice_problems, flag, minimum_problems
+from megatron.data.indexed import IndexedDataset
 from megatron.data.splits import parse_split
 
 
@@ -25,3 +26,21 @@ class DataConfig(Config):
         except ValueError as error:
             found.append(str(error))
         return found
+
+    def input_problems(self) -> list[str]:
+        """What is wrong with the token set, as far as opening it tells."""
+        try:
+            open_token_set(self)
+        except ValueError as error:
+            return [str(error)]
+        return []
+
+
+def open_token_set(config: DataConfig) -> IndexedDataset:
+    """The token set that `--data-path` names. Raises ValueError, naming the flag, where it cannot be read."""
+    if config.data_path is None:
+        raise ValueError("--data-path is missing: the name of the .bin and .idx files without the extension")
+    try:
+        return IndexedDataset(config.data_path)
+    except ValueError as error:
+        raise ValueError(f"--data-path {config.data_path}: {error}") from None

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron.data.config import DataConfig
+from megatron.data.config import DataConfig, open_token_set
 from megatron.data.gpt_indices import build_gpt_indices
 from megatron.data.indexed import IndexedDataset
 from megatron.data.splits import SPLIT_NAMES, parse_split, split_boundaries
@@ -98,12 +98,7 @@ def build_gpt_datasets(
     Raises ValueError where the set cannot be read, and where the train share is empty or any share that is asked for
     does not fill one sample.
     """
-    if config.data_path is None:
-        raise ValueError("--data-path is missing: the name of the .bin and .idx files without the extension")
-    try:
-        indexed = IndexedDataset(config.data_path)
-    except ValueError as error:
-        raise ValueError(f"--data-path {config.data_path}: {error}") from None
+    indexed = open_token_set(config)
     boundaries = split_boundaries(parse_split(config.split), len(indexed))
     if num_samples[0] != 0 and boundaries[1] == 0:
         raise ValueError(

@@ -1,6 +1,7 @@
 """Which tokenizer a run uses: `TokenizerConfig`."""
 
 import dataclasses
+import os
 
 from megatron.base.config import Config, choice_problems, flag, flag_name, minimum_problems
 
@@ -31,3 +32,8 @@ class TokenizerConfig(Config):
             needed = " and ".join(flag_name(name) for name in missing)
             found.append(f"--tokenizer-type {self.tokenizer_type} needs {needed}")
         return found
+
+    def input_problems(self) -> list[str]:
+        """A sentence for each file that the type needs and that is not there."""
+        files = [(name, getattr(self, name)) for name in NEEDED[self.tokenizer_type] if name != "vocab_size"]
+        return [f"{flag_name(name)} {file}: there is no such file" for name, file in files if not os.path.isfile(file)]

@@ -183,11 +183,13 @@ def parse_composed(
     *,
     world_size: int | None = None,
     prog: str | None = None,
+    check_inputs: bool = True,
 ) -> Composed:
     """Read the command line (`sys.argv` where `argv` is None) and `--config FILE.yaml` into a composed config.
 
     `world_size` is the number of ranks, from the environment where None. Raises `ConfigError` with every complaint:
-    unknown flags, values that cannot be read, each section's own and those of the combination.
+    unknown flags, values that cannot be read, each section's own, those of the combination and, unless `check_inputs`
+    is false, those of files that are named and cannot be used.
     """
     parser = _parser_of(composed, prog)
     words = list(sys.argv[1:] if argv is None else argv)
@@ -196,4 +198,4 @@ def parse_composed(
         if vars(namespace)[name.replace("-", "_")]:
             print(f"--{name} is ignored: {reason}", flush=True)
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
-    return compose(composed, _field_values(namespace), ranks, unknown_flag_problems(extras, parser))
+    return compose(composed, _field_values(namespace), ranks, unknown_flag_problems(extras, parser), check_inputs)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
-from megatron.base.compose import ComposedConfig
+from megatron.base.compose import ComposedConfig, combines
 from megatron.base.config import (
     Config,
     choice_problems,
@@ -130,7 +130,7 @@ class RunConfig(ComposedConfig):
         return world_size // self.distributed.tensor_model_parallel_size
 
     def batch_sizes(self, world_size: int) -> BatchSizes:
-        """The batch of one iteration; the sizes divide, or `combination_problems` has said so."""
+        """The batch of one iteration; the sizes divide, or a complaint has said so."""
         micro, data = (
             self.training.micro_batch_size,
             self.data_parallel_size(world_size),
@@ -138,18 +138,22 @@ class RunConfig(ComposedConfig):
         total = self.training.global_batch_size or micro * data
         return BatchSizes(total, micro, total // (micro * data))
 
-    def combination_problems(self, world_size: int) -> list[str]:
-        """What is wrong between sections that are right by themselves."""
-        t = self.distributed.tensor_model_parallel_size
-        found = self.model.tensor_problems(t) + self._batch_problems(world_size)
-        found += self.schedule.training_problems(self.training.train_iters)
-        if self.data.seq_length > self.model.max_position_embeddings:
-            found.append(
-                f"--seq-length {self.data.seq_length}: it must not be above "
-                f"--max-position-embeddings {self.model.max_position_embeddings}"
-            )
-        return found
+    @combines("model", "distributed")
+    def _model_problems(self, world_size: int) -> list[str]:
+        return self.model.tensor_problems(self.distributed.tensor_model_parallel_size)
 
+    @combines("model", "data")
+    def _length_problems(self, world_size: int) -> list[str]:
+        length, most = self.data.seq_length, self.model.max_position_embeddings
+        return (
+            [] if length <= most else [f"--seq-length {length}: it must not be above --max-position-embeddings {most}"]
+        )
+
+    @combines("schedule", "training")
+    def _schedule_problems(self, world_size: int) -> list[str]:
+        return self.schedule.training_problems(self.training.train_iters)
+
+    @combines("training", "distributed")
     def _batch_problems(self, world_size: int) -> list[str]:
         t = self.distributed.tensor_model_parallel_size
         if world_size % t:

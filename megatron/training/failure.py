@@ -11,7 +11,7 @@ from megatron.base.complaints import problems_of
 
 _KEY = "megatron/first-failure"
 
-# Seconds that ranks other than a node's first leave it to tell a mistake that all of them see alike.
+# Seconds for which ranks other than a node's first leave it to tell a mistake that all of them see alike.
 _SILENT_WAIT = 20.0
 
 
@@ -25,16 +25,15 @@ class Store(Protocol):
 def user_errors() -> Iterator[None]:
     """Turn a `ValueError` or `OSError` inside the block into its sentences on stderr and exit code 2.
 
-    For the part of a run where every rank sees the same mistake before any process group exists. Under a launcher only
-    the first rank of each node speaks; the others wait for the launcher to end them, so that it is heard.
+    For the part of a run before any process group exists, where mostly every rank sees the same mistake. Under a
+    launcher the first rank of each node speaks and the launcher ends the others, which wait for that before they speak.
     """
     try:
         yield
     except (ValueError, OSError) as error:
         if int(os.environ.get("LOCAL_RANK", "0")) != 0:
             time.sleep(_SILENT_WAIT)
-        else:
-            print_problems(error)
+        print_problems(error)
         raise SystemExit(2) from None
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -18,7 +20,7 @@ from megatron.training.config import BatchSizes, RunConfig
 from megatron.training.observers import Audience, Observer, configured_observers
 from megatron.training.setup import World, distributed_world, world_size
 from megatron.training.state import RunState, Trainee, restore, save
-from megatron.training.step import Batch, ForwardStep, evaluate, train_step
+from megatron.training.step import Batch, ForwardStep, Step, evaluate, train_step
 from megatron.training.throughput import Interval, Workload, device_peak, memory_gib
 
 
@@ -141,17 +143,31 @@ def pretrain(
     datasets = dataset_provider(sample_counts(config, world_size()))
     with distributed_world(config.distributed, config.training.seed) as world:
         check_vocabulary(datasets, vocab_size, world)
-        audience = Audience([*configured_observers(config.logging), *observers] if world.rank == 0 else [])
         trainee = _new_trainee(config, model_provider, world)
+        restored = restore(trainee, config, world)
+        # Nothing is written before this line: whatever is wrong has been told by now.
+        audience = Audience(_open_outputs(config, observers) if world.rank == 0 else [])
         sizes = config.batch_sizes(world.size)
         run = Run(config, world, sizes, trainee, datasets, forward_step, vocab_size, audience)
         try:
             audience.on_start(_description(run))
-            _resume(run)
+            if restored is not None:
+                audience.on_message(restored)
             _train(run)
         finally:
             audience.on_end()
     return trainee
+
+
+def _open_outputs(config: RunConfig, observers: Sequence[Observer]) -> list[Observer]:
+    """The observers, ready to write, and the folder of `--save`. Raises `ValueError` where one cannot be written."""
+    try:
+        if config.checkpoint.save is not None:
+            os.makedirs(config.checkpoint.save, exist_ok=True)
+            tempfile.TemporaryFile(dir=config.checkpoint.save).close()
+        return [*configured_observers(config.logging), *observers]
+    except OSError as error:
+        raise ValueError(f"--save, --metrics-file or --tensorboard-dir cannot be written: {error}") from error
 
 
 def _new_trainee(config: RunConfig, model_provider: ModelProvider, world: World) -> Trainee:
@@ -177,12 +193,6 @@ def _description(run: Run) -> str:
         f"global batch {sizes.global_batch_size} = micro batch {sizes.micro_batch_size} x {sizes.num_micro_batches} "
         f"x data; {run.config.training.train_iters} iterations"
     )
-
-
-def _resume(run: Run) -> None:
-    message = restore(run.trainee, run.config, run.world)
-    if message:
-        run.audience.on_message(message)
 
 
 def _train(run: Run) -> None:
@@ -212,18 +222,7 @@ def _iterate(run: Run, batches: Iterator[Batch], interval: Interval) -> None:
     config, state = run.config, run.trainee.state
     total, batch_size = config.training.train_iters, run.sizes.global_batch_size
     lr = learning_rate(config.schedule, state.consumed_samples, train_iters=total, global_batch_size=batch_size)
-    step = train_step(
-        run.trainee.model,
-        run.trainee.optimizer,
-        batches,
-        run.forward_step,
-        num_micro_batches=run.sizes.num_micro_batches,
-        lr=lr,
-        normalization=config.training.loss_normalization,
-        data_group=mpu.get_data_parallel_group(),
-        device=run.world.device,
-    )
-    interval.add(step)
+    interval.add(_step(run, batches, lr))
     state.iteration += 1
     state.consumed_samples += batch_size
     run.audience.on_iteration(state.iteration, total)
@@ -231,6 +230,23 @@ def _iterate(run: Run, batches: Iterator[Batch], interval: Interval) -> None:
         progress = {"iteration": state.iteration, "consumed-samples": state.consumed_samples, "lr": lr}
         memory = {"memory-GiB": memory_gib(run.world.device)}
         run.audience.on_log({**progress, **interval.report(), **memory})
+
+
+def _step(run: Run, batches: Iterator[Batch], lr: float) -> Step:
+    try:
+        return train_step(
+            run.trainee.model,
+            run.trainee.optimizer,
+            batches,
+            run.forward_step,
+            num_micro_batches=run.sizes.num_micro_batches,
+            lr=lr,
+            normalization=run.config.training.loss_normalization,
+            data_group=mpu.get_data_parallel_group(),
+            device=run.world.device,
+        )
+    except FloatingPointError as error:
+        raise FloatingPointError(f"iteration {run.trainee.state.iteration + 1}: {error}") from error
 
 
 def _due(interval: int | None, iteration: int) -> bool:

@@ -99,10 +99,11 @@ def restore(trainee: Trainee, config: RunConfig, world: World) -> str | None:
     Raises `ValueError` where the checkpoint is damaged or of another model.
     """
     iteration = iteration_to_load(config.checkpoint)
-    if iteration is None:
-        return None
     directory = config.checkpoint.load
-    assert directory is not None
+    if directory is None:
+        return None
+    if iteration is None:
+        return f"there is no checkpoint in {directory} yet: the run starts afresh"
     stored = read_state(directory, iteration)
     raise_joined(model_differences(stored["model"], model_signature(trainee.model), directory))
     present = layout()

@@ -30,20 +30,30 @@ def test_all_complaints_of_a_launch_come_at_once(
     capsys: pytest.CaptureFixture[str], data_path: str, tmp_path: Path
 ) -> None:
     words = flags(
-        data_path,
+        data_path + "x",
         hidden_size=33,
         tensor_model_parallel_size=3,
-        global_batch_size=7,
-        seq_length=17,
         clip_grad=-1,
         no_such_flag=5,
+        tokenizer_type="GPT2BPETokenizer",
+        vocab_file="none.json",
+        merge_file="none.txt",
+        load=tmp_path,
         save=tmp_path / "saved",
         tensorboard_dir=tmp_path / "board",
         metrics_file=tmp_path / "metrics.jsonl",
     )
     told = "\n".join(complaints(capsys, words))
-    for flag in ("--hidden-size 33", "--clip-grad -1", "--no-such-flag"):
-        assert flag in told
+    for words in (
+        "--hidden-size 33: it must be a multiple of --num-attention-heads 4",
+        "--tensor-model-parallel-size 3: it must divide the number of ranks, which is 1",
+        "--clip-grad -1",
+        "--no-such-flag is not known",
+        f"--data-path {data_path}x: ",
+        "--vocab-file none.json: there is no such file",
+        f"--load {tmp_path}: there is no checkpoint",
+    ):
+        assert words in told
     assert list(tmp_path.iterdir()) == []
 
 
@@ -86,7 +96,7 @@ def test_heads_must_divide_by_the_tensor_ranks(sizes: tuple[int, int, int, str])
     hidden, heads, tensor, named = sizes
     words = flags("data", hidden_size=hidden, num_attention_heads=heads, tensor_model_parallel_size=tensor)
     with pytest.raises(ConfigError) as caught:
-        parse_composed(RunConfig, words, world_size=tensor)
+        parse_composed(RunConfig, words, world_size=tensor, check_inputs=False)
     assert f"--num-attention-heads {named}" in str(caught.value) or "--num-attention-heads 4" in str(caught.value)
 
 
@@ -114,14 +124,29 @@ def test_checkpoint_of_a_different_model(capsys: pytest.CaptureFixture[str], dat
     pretrain_gpt.main(flags(data_path, train_iters=2, save=saved, lr_warmup_iters=0))
     capsys.readouterr()
     before = sorted((p, p.stat().st_mtime_ns) for p in saved.rglob("*"))
-    words = flags(data_path, load=saved, save=saved, num_layers=3, activation="gelu_erf")
+    board = tmp_path / "board"
+    words = flags(data_path, load=saved, save=saved, num_layers=3, activation="gelu_erf", tensorboard_dir=board)
     told = complaints(capsys, words)
     assert any("--num-layers 3" in line and "2" in line for line in told)
     assert any("--activation gelu_erf" in line for line in told)
     assert sorted((p, p.stat().st_mtime_ns) for p in saved.rglob("*")) == before
+    assert not board.exists()
 
 
 def test_checkpoint_that_is_not_there(capsys: pytest.CaptureFixture[str], data_path: str, tmp_path: Path) -> None:
     told = complaints(capsys, flags(data_path, load=tmp_path / "nothing"))
     assert len(told) == 1
     assert "--load" in told[0]
+
+
+def test_outputs_that_cannot_be_written(capsys: pytest.CaptureFixture[str], data_path: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    for changes in (
+        {"save": tmp_path / "file" / "x"},
+        {"metrics_file": tmp_path},
+        {"tensorboard_dir": tmp_path / "file"},
+    ):
+        told = complaints(capsys, flags(data_path, **changes))
+        assert len(told) == 1
+        assert "cannot be written" in told[0]
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]

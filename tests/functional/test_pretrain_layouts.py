@@ -67,7 +67,7 @@ def test_micro_batch_size_changes_nothing(ranks: Ranks, data_path: str) -> None:
 
 def test_microbatch_normalization_is_the_mean_of_means(ranks: Ranks, data_path: str) -> None:
     """It differs from the mean over tokens where micro-batches count unequal numbers, and only there."""
-    words = flags(data_path, eod_mask_loss=True, params_dtype="float64", train_iters=1, eval_iters=0)
+    words = flags(data_path, eod_mask_loss=True, params_dtype="float64", train_iters=1, eval_iters=0, lr_warmup_iters=0)
 
     def loss(micro: int, normalization: str) -> float:
         chosen = ["--micro-batch-size", str(micro), "--loss-normalization", normalization]

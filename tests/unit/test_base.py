@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megatron.base import files
 from megatron.base.complaints import ConfigError, problems_of, raise_joined
-from megatron.base.compose import ComposedConfig, Invalid, compose, make_section, section_types
+from megatron.base.compose import ComposedConfig, Invalid, combines, compose, make_section, section_types
 from megatron.base.config import (
     Config,
     choice_problems,
@@ -164,7 +164,8 @@ class Kitchen(ComposedConfig):
     name: str = "home"
     ignored_flags: ClassVar[dict[str, str]] = {"gas": "electric"}
 
-    def combination_problems(self, world_size: int) -> list[str]:
+    @combines("oven", "dish")
+    def sizes_fit(self, world_size: int) -> list[str]:
         return ["--portions is too many for --heat"] if self.dish.portions * world_size > self.oven.heat else []
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.base.complaints import ConfigError
-from megatron.base.compose import ComposedConfig
+from megatron.base.compose import ComposedConfig, combines
 from megatron.base.config import Config, flag, minimum_problems
 from megatron.training.arguments import add_config_flags, config_from_namespace, parse_composed
 from megatron.training.config import RunConfig
@@ -44,7 +44,8 @@ class Car(ComposedConfig):
     engine: Engine
     body: Body
 
-    def combination_problems(self, world_size: int) -> list[str]:
+    @combines("engine", "body")
+    def sizes_fit(self, world_size: int) -> list[str]:
         return ["too many doors"] if self.body.doors > self.engine.cylinders + world_size else []
 
 
@@ -135,7 +136,9 @@ def test_every_flag_of_a_run_has_a_help_line_and_one_owner(capsys: pytest.Captur
 
 def test_old_names_of_megatron_lm_are_read() -> None:
     words = flags("data", tensor_model_parallel_size=None, micro_batch_size=None)
-    config = parse_composed(RunConfig, [*words, "--model-parallel-size", "2", "--batch-size", "4"], world_size=2)
+    config = parse_composed(
+        RunConfig, [*words, "--model-parallel-size", "2", "--batch-size", "4"], world_size=2, check_inputs=False
+    )
     assert config.distributed.tensor_model_parallel_size == 2
     assert config.training.micro_batch_size == 4
     sizes = config.batch_sizes(2)
