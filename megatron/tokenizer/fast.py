@@ -4,39 +4,40 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers
 
-GPT2_END_OF_TEXT = "<|endoftext|>"
-# What vocabularies call the end of a document, the most specific name first.
-END_OF_DOCUMENT_NAMES = (GPT2_END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+from megatron.tokenizer.special import WithSpecialIds, ids_by_use
 
 
-class FastTokenizer:
+class FastTokenizer(WithSpecialIds):
     """A `tokenizers.Tokenizer` behind our interface (`megatron.tokenizer.Tokenizer`).
 
     Args:
         backend: the tokenizer; it is told to read names of special tokens in a text as text.
-        eod: the id that ends a document, None where there is none.
         source: what complaints call it, a flag and its value.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, eod: int | None, source: str) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, source: str) -> None:
+        added = backend.get_added_tokens_decoder()
+        super().__init__(ids_by_use(backend.token_to_id), (i for i, t in added.items() if t.special), source)
         backend.encode_special_tokens = True
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
         self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values())
-        self._eod = eod
-        self._source = source
 
-    @property
-    def eod(self) -> int:
-        """The id that ends a document; ValueError where the vocabulary has none."""
-        if self._eod is None:
-            names = ", ".join(END_OF_DOCUMENT_NAMES)
-            raise ValueError(f"{self._source}: no end-of-document token; looked for {names}")
-        return self._eod
+    def continues_word(self) -> NDArray[np.bool_]:
+        """True for the ids of WordPiece's `##...` tokens. bool [vocab_size]; ValueError for other models."""
+        if not isinstance(self.backend.model, models.WordPiece):
+            raise ValueError(f"{self._source}: only WordPiece and SentencePiece mark the ids that continue a word")
+        prefix = self.backend.model.continuing_subword_prefix
+        continues = np.zeros(self.vocab_size, np.bool_)
+        continues[[i for token, i in self.backend.get_vocab().items() if token.startswith(prefix)]] = True
+        continues[list(self.special_ids)] = False
+        return continues
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of `text`; special tokens are neither recognised in it nor added."""
@@ -67,18 +68,18 @@ def gpt2_bpe_tokenizer(vocab_file: str, merge_file: str) -> FastTokenizer:
         raise ValueError(f"--merge-file {merge_file} does not fit --vocab-file {vocab_file}: {error}") from None
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()
-    return FastTokenizer(backend, vocabulary.get(GPT2_END_OF_TEXT), f"--vocab-file {vocab_file}")
+    return FastTokenizer(backend, f"--vocab-file {vocab_file}")
 
 
 def hugging_face_tokenizer(path: str) -> FastTokenizer:
-    """The tokenizer of a `tokenizer.json`; the first of `END_OF_DOCUMENT_NAMES` that it knows ends a document."""
+    """The tokenizer of a `tokenizer.json`; its special ids are those with the names that
+    `special.NAMES` lists."""
     text = _read_text("--tokenizer-model", path)
     try:
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"--tokenizer-model {path} is not a tokenizer.json: {error}") from None
-    ids = (backend.token_to_id(name) for name in END_OF_DOCUMENT_NAMES)
-    return FastTokenizer(backend, next((i for i in ids if i is not None), None), f"--tokenizer-model {path}")
+    return FastTokenizer(backend, f"--tokenizer-model {path}")
 
 
 def _read_text(flag: str, path: str) -> str:

@@ -2,16 +2,25 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
 
-class NullTokenizer:
+from megatron.tokenizer.special import WithSpecialIds
+
+
+class NullTokenizer(WithSpecialIds):
     """Text is ids in decimal with blanks between them; of `vocab_size` ids the last one ends a document.
 
     (Megatron-LM's later tokenizer of this name counts one id more than it is told; here the flag is the number of ids.)
     """
 
     def __init__(self, vocab_size: int) -> None:
+        super().__init__({"eod": vocab_size - 1}, (), "--tokenizer-type NullTokenizer")
         self.vocab_size = vocab_size
-        self.eod = vocab_size - 1
+
+    def continues_word(self) -> NDArray[np.bool_]:
+        """Raises ValueError: numbers are not parts of words."""
+        raise ValueError(f"{self._source}: only WordPiece and SentencePiece mark the ids that continue a word")
 
     def tokenize(self, text: str) -> list[int]:
         """`"5 0 12"` -> [5, 0, 12]; ValueError for anything but ids of the vocabulary."""
