@@ -1,10 +1,11 @@
 """Token files `PREFIX.bin` + `PREFIX.idx` (MMIDIDX version 1): the memory-mapped reader and the streaming writer."""
 
+import functools
 import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -44,10 +45,12 @@ class IndexedDataset:
         document_indices: int64 [D], first sequence of each document, then N.
 
     Opening checks the index against itself and against the length of `.bin`; whatever is wrong is a ValueError that
-    names the file, what was found and what is expected. Copies and worker processes map the files anew.
+    names the file, what was found and what is expected. With `verify=False` it looks at the ends of the files alone,
+    in a time that does not grow with them; `verify()` then does the rest. Copies and worker processes map the files
+    anew, without looking at them again.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+    def __init__(self, prefix: str | os.PathLike[str], *, verify: bool = True) -> None:
         self.prefix = os.fspath(prefix)
         index_file, data_file = index_path(self.prefix), data_path(self.prefix)
         index, data = _map_file(index_file), _map_file(data_file)
@@ -56,16 +59,29 @@ class IndexedDataset:
         self.sizes = np.frombuffer(index, "<i4", n, HEADER_BYTES)
         self._pointers = np.frombuffer(index, "<i8", n, HEADER_BYTES + 4 * n)
         self.document_indices = np.frombuffer(index, "<i8", header.documents, HEADER_BYTES + 12 * n)
-        self.dtype = _element_type(header.code, int(self.sizes.sum(dtype=np.int64)), len(data))
-        _check_documents(self.document_indices, n, index_file)
-        _check_sequences(self.sizes, self._pointers, self.dtype, len(data), data_file)
-        self._tokens = np.frombuffer(data, self.dtype)
+        self.dtype = _element_type(header.code, self.sizes, len(data))
+        _check_document_ends(self.document_indices, n, index_file)
+        self._tokens = np.frombuffer(data, self.dtype, len(data) // self.dtype.itemsize)
+        self._data_bytes = len(data)
+        if verify or not self._last_sequence_ends_the_file():
+            self.verify()
+
+    def verify(self) -> None:
+        """Check the whole index: documents in order, every sequence inside `.bin`. ValueError tells what is wrong."""
+        _check_document_order(self.document_indices, index_path(self.prefix))
+        _check_sequences(self.sizes, self._pointers, self.dtype, self._data_bytes, data_path(self.prefix))
+
+    def _last_sequence_ends_the_file(self) -> bool:
+        """Whether the last sequence ends where `.bin` does, as in every set whose sequences lie in order."""
+        if len(self) == 0:
+            return self._data_bytes == 0
+        return int(self._pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize == self._data_bytes
 
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def __reduce__(self) -> tuple[type[Self], tuple[str]]:
-        return type(self), (self.prefix,)
+    def __reduce__(self) -> tuple[Callable[..., Self], tuple[str]]:
+        return functools.partial(type(self), verify=False), (self.prefix,)
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens of sequence `i` from `offset` on, `length` of them or all: a read-only view [length] of the file."""
@@ -73,7 +89,9 @@ class IndexedDataset:
         stop = size if length is None else offset + length
         if not 0 <= offset <= stop <= size:
             raise IndexError(f"{self.prefix}: tokens {offset} to {stop} of sequence {i}, which has {size}")
-        start = int(self._pointers[i]) // self.dtype.itemsize
+        start, misplaced = divmod(int(self._pointers[i]), self.dtype.itemsize)
+        if misplaced or start < 0 or start + size > len(self._tokens):
+            raise ValueError(f"{self.prefix}.idx: sequence {i} does not lie inside {self.prefix}.bin: it is damaged")
         return self._tokens[start + offset : start + stop]
 
     def max_token_id(self, part: int = 0, parts: int = 1) -> int:
@@ -130,15 +148,21 @@ def _checked_header(index: Any, path: Path) -> Header:
     return header
 
 
-def _element_type(code: int, tokens: int, file_bytes: int) -> np.dtype:
+def _element_type(code: int, sizes: np.ndarray, file_bytes: int) -> np.dtype:
     candidates = [np.dtype(name) for name in DTYPES[code]]
+    if len(candidates) == 1:
+        return candidates[0]
+    tokens = int(sizes.sum(dtype=np.int64))
     return next((dtype for dtype in candidates if tokens * dtype.itemsize == file_bytes), candidates[0])
 
 
-def _check_documents(documents: np.ndarray, sequences: int, path: Path) -> None:
+def _check_document_ends(documents: np.ndarray, sequences: int, path: Path) -> None:
     if len(documents) == 0 or documents[0] != 0 or documents[-1] != sequences:
         found = f"{documents[0]} to {documents[-1]}" if len(documents) else "nothing"
         raise ValueError(f"{path}: the document index holds {found}, expected 0 to {sequences}")
+
+
+def _check_document_order(documents: np.ndarray, path: Path) -> None:
     if (documents[1:] < documents[:-1]).any():
         raise ValueError(f"{path}: the document index goes backwards, expected rising sequence numbers")
 

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
+from megatron.data.indexed_format import HEADER_BYTES
 from tests.harness.token_files import LETTERS, write_token_files
 
 DOCUMENTS = [[[5, 1, 2]], [[7], [], [3, 9]], [[]], [[100, 0]]]
@@ -237,3 +238,20 @@ def test_a_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "x.bin").mkdir()
     with pytest.raises(ValueError, match=r"x.bin cannot be read: Is a directory"):
         IndexedDataset(tmp_path / "x")
+
+
+def test_opened_without_verifying_the_ends_of_the_files_are_looked_at(tmp_path: Path) -> None:
+    prefix = write_token_files(tmp_path / "x", [[[1, 2, 3]], [[4, 5]], [[6]]])
+    assert IndexedDataset(prefix, verify=False).get(1).tolist() == [4, 5]
+    index = bytearray(Path(prefix + ".idx").read_bytes())
+    index[HEADER_BYTES + 12 + 8] = 100  # the offset of the second sequence
+    Path(prefix + ".idx").write_bytes(index)
+    opened = IndexedDataset(prefix, verify=False)
+    assert opened.get(2).tolist() == [6]
+    with pytest.raises(ValueError, match="sequence 1 does not lie inside"):
+        opened.get(1)
+    with pytest.raises(ValueError, match=r"has 12 bytes, its index describes 104"):
+        opened.verify()
+    Path(prefix + ".bin").write_bytes(b"\0" * 10)
+    with pytest.raises(ValueError, match=r"has 10 bytes, its index describes 104"):
+        IndexedDataset(prefix, verify=False)
