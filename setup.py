@@ -21,6 +21,7 @@ setup(
         "torch>=2.9",
         "numpy>=1.26",
         "pyyaml>=6",
+        "sentencepiece>=0.2",
         "tensorboard>=2.15",
         "tokenizers>=0.19",
         "tqdm>=4.66",

@@ -1,33 +1,47 @@
-"""Tokenizers that run on the library `tokenizers`: GPT-2's byte-level BPE, and any `tokenizer.json`."""
+"""Tokenizers that run on the library `tokenizers`: GPT-2's byte-level BPE, BERT's WordPiece, any `tokenizer.json`."""
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from megatron.tokenizer.special import WithSpecialIds, ids_by_use
+from megatron.tokenizer.files import read_bpe_vocabulary, read_merges, read_text, read_word_pieces
+from megatron.tokenizer.special import NAMES, WithSpecialIds, ids_by_use, require_unicode, respell
 
 
 class FastTokenizer(WithSpecialIds):
     """A `tokenizers.Tokenizer` behind our interface (`megatron.tokenizer.Tokenizer`).
 
     Args:
-        backend: the tokenizer; it is told to read names of special tokens in a text as text.
+        backend: the tokenizer. Tokens with names of `special.NAMES` become special tokens of it.
         source: what complaints call it, a flag and its value.
+        parse_special_tokens: whether names of special tokens in a text are special tokens; else they are text.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, source: str) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, source: str, parse_special_tokens: bool = False) -> None:
+        ids = ids_by_use(backend.token_to_id)
         added = backend.get_added_tokens_decoder()
-        super().__init__(ids_by_use(backend.token_to_id), (i for i, t in added.items() if t.special), source)
-        backend.encode_special_tokens = True
+        backend.add_special_tokens([str(backend.id_to_token(i)) for i in set(ids.values()) - added.keys()])
         backend.no_truncation()
         backend.no_padding()
+        vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        if vocab_size == 0:
+            raise ValueError(f"{source} has no tokens")
+        super().__init__(vocab_size, ids, (i for i, token in added.items() if token.special), source)
         self.backend = backend
-        self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+        self._parse_special_tokens = parse_special_tokens
+        backend.encode_special_tokens = not parse_special_tokens
+        self._spellings: dict[int, list[int]] = {}
+        if not parse_special_tokens:
+            self._spellings = self._find_spellings()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # the library forgets it when it is pickled
+        self.backend.encode_special_tokens = not self._parse_special_tokens
 
     def continues_word(self) -> NDArray[np.bool_]:
         """True for the ids of WordPiece's `##...` tokens. bool [vocab_size]; ValueError for other models."""
@@ -40,84 +54,74 @@ class FastTokenizer(WithSpecialIds):
         return continues
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of `text`; special tokens are neither recognised in it nor added."""
-        return self.backend.encode(text, add_special_tokens=False).ids
+        """The ids of `text`, no special tokens added."""
+        return self.tokenize_batch([text])[0]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`tokenize` of each text, on as many threads as the library takes (`TOKENIZERS_PARALLELISM`)."""
-        return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        try:
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception
+            require_unicode(texts)
+            raise ValueError(f"{self._source}: {error}") from None
+        return [respell(encoding.ids, self._spellings) for encoding in encodings]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens by their names."""
-        for i in ids:
-            if not 0 <= i < self.vocab_size:
-                raise ValueError(f"id {i}: {self._source} has ids 0 to {self.vocab_size - 1}")
-        return self.backend.decode(list(ids), skip_special_tokens=False)
+        return self.backend.decode(self._checked(ids), skip_special_tokens=False)
+
+    def _find_spellings(self) -> dict[int, list[int]]:
+        """For special tokens that the model finds in a text by its own rules: the ids that spell their names.
+
+        Unigram and whole-word models do, and tokenizers that have such a token among the ordinary added ones.
+        """
+        found = {}
+        for i in self._names():
+            name = str(self.backend.id_to_token(i))
+            if i in self.tokenize(name):
+                # in two parts, neither of which is the name
+                parts = [token for part in (name[:1], name[1:]) if part for token in self.backend.model.tokenize(part)]
+                found[i] = [token.id for token in parts]
+        return found
 
 
-def gpt2_bpe_tokenizer(vocab_file: str, merge_file: str) -> FastTokenizer:
-    """GPT-2's tokenizer from its two files; `<|endoftext|>` ends a document, and is text where it stands in a text.
+def gpt2_bpe_tokenizer(vocab_file: str, merge_file: str, parse_special_tokens: bool = False) -> FastTokenizer:
+    """GPT-2's tokenizer from its two files; `<|endoftext|>` ends a document.
 
     ValueError for files that are missing, damaged or do not belong together.
     """
-    vocabulary = _read_vocabulary(vocab_file)
-    merges = _read_merges(merge_file)
+    vocabulary = read_bpe_vocabulary(vocab_file)
+    merges = read_merges(merge_file)
     try:
         backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"--merge-file {merge_file} does not fit --vocab-file {vocab_file}: {error}") from None
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()
-    return FastTokenizer(backend, f"--vocab-file {vocab_file}")
+    return FastTokenizer(backend, f"--vocab-file {vocab_file}", parse_special_tokens)
 
 
-def hugging_face_tokenizer(path: str) -> FastTokenizer:
-    """The tokenizer of a `tokenizer.json`; its special ids are those with the names that
-    `special.NAMES` lists."""
-    text = _read_text("--tokenizer-model", path)
+def bert_word_piece_tokenizer(vocab_file: str, lower_case: bool, parse_special_tokens: bool = False) -> FastTokenizer:
+    """BERT's tokenizer from its vocab.txt; `lower_case` also takes accents off. `[SEP]` ends a document.
+
+    Control characters are dropped, CJK characters and punctuation stand alone, and a word of more than 100 characters
+    is unknown, as in Hugging Face's (the first BERT's program allowed 200). ValueError for a file that is missing or
+    damaged.
+    """
+    unknown = NAMES["unk"][0]
+    model = models.WordPiece(vocab=read_word_pieces(vocab_file), unk_token=unknown, max_input_chars_per_word=100)
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.BertNormalizer(lowercase=lower_case, strip_accents=lower_case)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    return FastTokenizer(backend, f"--vocab-file {vocab_file}", parse_special_tokens)
+
+
+def hugging_face_tokenizer(path: str, parse_special_tokens: bool = False) -> FastTokenizer:
+    """The tokenizer of a `tokenizer.json`; its special ids are those with the names that `special.NAMES` lists."""
+    text = read_text("--tokenizer-model", path)
     try:
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"--tokenizer-model {path} is not a tokenizer.json: {error}") from None
-    return FastTokenizer(backend, f"--tokenizer-model {path}")
-
-
-def _read_text(flag: str, path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{flag} {path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{flag} {path} is not a text file in UTF-8") from None
-
-
-def _read_vocabulary(path: str) -> dict[str, int]:
-    """The dict of a vocab.json, whose ids are distinct and which has all 256 one-byte tokens."""
-    text = _read_text("--vocab-file", path)
-    try:
-        vocabulary = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"--vocab-file {path} is not JSON: {error}") from None
-    # bool is an int to Python, not to a vocabulary
-    if not isinstance(vocabulary, dict) or any(type(i) is not int or not 0 <= i < 2**31 for i in vocabulary.values()):
-        raise ValueError(f"--vocab-file {path}: expected a JSON object from token to id")
-    if len(set(vocabulary.values())) != len(vocabulary):
-        raise ValueError(f"--vocab-file {path}: several tokens have the same id")
-    missing = [letter for letter in pre_tokenizers.ByteLevel.alphabet() if letter not in vocabulary]
-    if missing:
-        # without them the library would drop bytes of the text in silence
-        raise ValueError(f"--vocab-file {path}: {len(missing)} of the 256 one-byte tokens are missing")
-    return vocabulary
-
-
-def _read_merges(path: str) -> list[tuple[str, str]]:
-    """The pairs of a merges.txt; a first line that starts with `#version` is skipped."""
-    pairs = []
-    for number, line in enumerate(_read_text("--merge-file", path).split("\n"), start=1):
-        if not line.strip() or (number == 1 and line.startswith("#version")):
-            continue
-        words = line.rstrip("\r").split(" ")
-        if len(words) != 2:
-            raise ValueError(f"--merge-file {path}, line {number}: expected two tokens with a blank between them")
-        pairs.append((words[0], words[1]))
-    return pairs
+    return FastTokenizer(backend, f"--tokenizer-model {path}", parse_special_tokens)

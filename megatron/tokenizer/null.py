@@ -15,8 +15,8 @@ class NullTokenizer(WithSpecialIds):
     """
 
     def __init__(self, vocab_size: int) -> None:
-        super().__init__({"eod": vocab_size - 1}, (), "--tokenizer-type NullTokenizer")
-        self.vocab_size = vocab_size
+        source = f"--tokenizer-type NullTokenizer --vocab-size {vocab_size}"
+        super().__init__(vocab_size, {"eod": vocab_size - 1}, (), source)
 
     def continues_word(self) -> NDArray[np.bool_]:
         """Raises ValueError: numbers are not parts of words."""
@@ -28,9 +28,7 @@ class NullTokenizer(WithSpecialIds):
         for word in words:
             if not (word.isascii() and word.isdigit()):
                 raise ValueError(f"NullTokenizer takes decimal ids with blanks between them, not {word[:40]!r}")
-        ids = [int(word) for word in words]
-        self._check(ids)
-        return ids
+        return self._checked([int(word) for word in words])
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`tokenize` of each text."""
@@ -38,10 +36,4 @@ class NullTokenizer(WithSpecialIds):
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """[5, 0, 12] -> `"5 0 12"`."""
-        self._check(ids)
-        return " ".join(str(i) for i in ids)
-
-    def _check(self, ids: Sequence[int]) -> None:
-        for i in ids:
-            if not 0 <= i < self.vocab_size:
-                raise ValueError(f"id {i}: --vocab-size {self.vocab_size} has ids 0 to {self.vocab_size - 1}")
+        return " ".join(str(i) for i in self._checked(ids))

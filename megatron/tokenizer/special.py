@@ -1,6 +1,6 @@
 """Special tokens: what vocabularies call them, and the ids that a tokenizer has for them."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 # What vocabularies call a token of each use, the most specific name first.
 NAMES: Mapping[str, tuple[str, ...]] = {
@@ -29,16 +29,31 @@ def ids_by_use(token_to_id: Callable[[str], int | None]) -> dict[str, int]:
     return {use: i for use, i in first.items() if i is not None}
 
 
+def respell(ids: list[int], spellings: Mapping[int, list[int]]) -> list[int]:
+    """`ids` with each one that is a key of `spellings` replaced by the ids that spell its name as text."""
+    if not spellings or spellings.keys().isdisjoint(ids):
+        return ids
+    return [j for i in ids for j in spellings.get(i, (i,))]
+
+
+def require_unicode(texts: Iterable[str]) -> None:
+    """ValueError where a text has a lone surrogate, which is no character: no tokenizer takes it."""
+    for text in texts:
+        text.encode("utf-8")  # UnicodeEncodeError is a ValueError
+
+
 class WithSpecialIds:
     """The special ids of a tokenizer, one property a use; ValueError for a use that the vocabulary has no token for.
 
     Args:
+        vocab_size: one more than the largest id.
         ids: from a use in `NAMES` to an id.
         more: further ids that stand for no text.
         source: what complaints call the vocabulary, a flag and its value.
     """
 
-    def __init__(self, ids: Mapping[str, int], more: Iterable[int], source: str) -> None:
+    def __init__(self, vocab_size: int, ids: Mapping[str, int], more: Iterable[int], source: str) -> None:
+        self.vocab_size = vocab_size
         self._ids_by_use = dict(ids)
         self._more = frozenset(more)
         self._source = source
@@ -82,3 +97,15 @@ class WithSpecialIds:
         if use not in self._ids_by_use:
             raise ValueError(f"{self._source}: no {_MEANINGS[use]}; looked for {', '.join(NAMES[use])}")
         return self._ids_by_use[use]
+
+    def _names(self) -> frozenset[int]:
+        """The special ids whose names could stand in a text; the unknown word's is no such name."""
+        return self.special_ids - {self._ids_by_use.get("unk", -1)}
+
+    def _checked(self, ids: Sequence[int]) -> list[int]:
+        """`ids` as plain integers; ValueError for one outside the vocabulary."""
+        plain = [int(i) for i in ids]
+        for i in plain:
+            if not 0 <= i < self.vocab_size:
+                raise ValueError(f"id {i}: {self._source} has ids 0 to {self.vocab_size - 1}")
+        return plain
