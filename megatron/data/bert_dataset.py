@@ -1,0 +1,217 @@
+"""Samples for BERT: pairs of segments whose order is to be told, with tokens to be predicted."""
+
+import numpy as np
+
+from megatron.data.bert_config import BertDataConfig
+from megatron.data.bert_draws import Draws
+from megatron.data.bert_mapping import SHORTEST, build_bert_mapping
+from megatron.data.bert_masking import NOT_MASKED, BertIds, mask_tokens
+from megatron.data.indexed import IndexedDataset
+from megatron.data.splits import SPLIT_NAMES, parse_split, split_boundaries
+
+
+class BertDataset:
+    """Samples `[CLS] a [SEP] b [SEP]` from the sentences of documents, as Megatron-LM makes them.
+
+    A sample is a run of sentences of one document (`bert_mapping`), cut in two between sentences; in half of the
+    samples the parts change places. Where they have more tokens than the sample is to have, the longer part is
+    shortened until both fit, at its two ends: where the piece that is kept begins is drawn evenly, so that over the
+    epochs every token of a long sentence can be seen. Then tokens are masked (`bert_masking`). Without pairs
+    (`--bert-no-binary-head`) a sample is `[CLS] a [SEP]`.
+
+    An item is a dict of arrays of its own, int64 [s] unless said otherwise:
+        tokens: what the model sees, filled up with [PAD].
+        types: 1 for b and the [SEP] behind it, else 0.
+        labels: the token where it is to be predicted, else -1.
+        loss_mask: float32 [s], 1 where there is a label.
+        padding_mask: 1 for a token, 0 for padding.
+        is_random: int64 [], 1 where the parts changed places.
+
+    Item i depends on the seed, on i and on its sentences alone: it is the same on every rank, in every worker and
+    after a resume. A document comes back in a later epoch under another number, so with other masks.
+
+    Documents of one sentence have no order that could be told. As in Megatron-LM they make no pairs; `left_out` counts
+    them and `report()` tells it. Without pairs they are used.
+
+    Args:
+        indexed: a set of sentences (`PREFIX_KEY_sentence`), whose document index says which belong together.
+        documents: boundaries of the documents that belong to this dataset, a slice [D+1] of that index.
+        num_samples: how many samples will be asked for at least: the documents are repeated as often as it takes. None
+            is one pass. `len()` may be larger: it counts all samples of the last pass.
+        name: what complaints call it.
+
+    Raises ValueError where no document makes a sample, or tokens are no integers; an item, where it holds an id outside
+    the vocabulary.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        documents: np.ndarray,
+        num_samples: int | None,
+        seq_length: int,
+        seed: int,
+        ids: BertIds,
+        config: BertDataConfig,
+        *,
+        name: str = "train",
+    ) -> None:
+        if indexed.dtype.kind == "f":
+            raise ValueError(f"{indexed.prefix}.bin holds {indexed.dtype.name} numbers: token ids are integers")
+        self.indexed = indexed
+        self.seq_length = seq_length
+        self.name = name
+        self.documents = len(documents) - 1
+        self._seed = seed
+        self._ids = ids
+        self._mask_prob = config.mask_prob
+        self._pairs = not config.bert_no_binary_head
+        self.mapping = build_bert_mapping(
+            indexed.sizes,
+            documents,
+            num_samples,
+            max_tokens(seq_length, pairs=self._pairs),
+            config.short_seq_prob,
+            seed,
+            pairs=self._pairs,
+        )
+        self._check_has_samples()
+
+    def __len__(self) -> int:
+        return len(self.mapping.rows)
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)}")
+        first, end, target = self.mapping.rows[i].tolist()
+        draws = Draws(self._seed, int(i), first, target)
+        segments, swapped = self._segments(first, end, target, draws)
+        return self._item(segments, swapped, draws)
+
+    def report(self) -> list[str]:
+        """What was made of the documents, in sentences."""
+        found = [
+            f"{self.indexed.prefix}: {len(self)} {self.name} samples from {self.documents} documents, "
+            f"epochs: {self.mapping.epochs}"
+        ]
+        if self.mapping.left_out:
+            found.append(
+                f"{self.indexed.prefix}: {self.mapping.left_out} of these documents are left out, as they have one "
+                "sentence and so no order to predict"
+            )
+        return found
+
+    def _check_has_samples(self) -> None:
+        if len(self):
+            return
+        what, help_ = "a sentence with tokens", ""
+        if self._pairs:
+            what = "two sentences, which the prediction of their order takes"
+            help_ = ": preprocess with --split-sentences, or train with --bert-no-binary-head"
+        raise ValueError(
+            f"{self.indexed.prefix}: none of the {self.documents} documents of its {self.name} share has {what}{help_}"
+        )
+
+    def _segments(self, first: int, end: int, target: int, draws: Draws) -> tuple[list[np.ndarray], bool]:
+        """The one or two segments of a sample, `target` tokens at most in all, and whether they changed places."""
+        sizes = self.indexed.sizes[first:end]
+        present = np.flatnonzero(sizes)
+        if not self._pairs:
+            total = int(sizes.sum(dtype=np.int64))
+            return [self._window(first, end, total, min(total, target), draws)], False
+        middle = first + int(present[1 + draws.below(len(present) - 1)])
+        swapped = draws.below(2) == 1
+        parts = [(middle, end), (first, middle)] if swapped else [(first, middle), (middle, end)]
+        totals = [int(self.indexed.sizes[begin:stop].sum(dtype=np.int64)) for begin, stop in parts]
+        kept = shortened(totals[0], totals[1], target)
+        segments = [
+            self._window(begin, stop, total, keep, draws)
+            for (begin, stop), total, keep in zip(parts, totals, kept, strict=True)
+        ]
+        return segments, swapped
+
+    def _window(self, first: int, end: int, total: int, keep: int, draws: Draws) -> np.ndarray:
+        """`keep` consecutive ones of the `total` tokens of sentences `first` to `end`: int64 [keep]."""
+        skip = draws.below(total - keep + 1)
+        pieces: list[np.ndarray] = []
+        for sentence, size in enumerate(self.indexed.sizes[first:end].tolist(), first):
+            if skip < size and keep:
+                pieces.append(self.indexed.get(sentence, skip, min(size - skip, keep)))
+                keep -= len(pieces[-1])
+            skip = max(skip - size, 0)
+        return np.concatenate(pieces, dtype=np.int64)
+
+    def _item(self, segments: list[np.ndarray], swapped: bool, draws: Draws) -> dict[str, np.ndarray]:
+        ids, sep = self._ids, np.array([self._ids.sep])
+        plain = np.concatenate([[ids.cls], *(piece for segment in segments for piece in (segment, sep))])
+        n = len(plain)
+        if int(plain.view(np.uint64).max()) >= ids.vocab_size:
+            low, high = plain.min(), plain.max()
+            raise ValueError(
+                f"{self.indexed.prefix}: ids {low} to {high} in a sample, but the tokenizer's vocabulary has "
+                f"{ids.vocab_size}: it was tokenized with another one"
+            )
+        tokens = np.full(self.seq_length, ids.pad, np.int64)
+        labels = np.full(self.seq_length, NOT_MASKED, np.int64)
+        types, padding_mask = np.zeros((2, self.seq_length), np.int64)
+        tokens[:n], labels[:n] = mask_tokens(plain, ids, self._mask_prob, draws)
+        types[len(segments[0]) + 2 : n] = 1
+        padding_mask[:n] = 1
+        return {
+            "tokens": tokens,
+            "types": types,
+            "labels": labels,
+            "loss_mask": (labels != NOT_MASKED).astype(np.float32),
+            "padding_mask": padding_mask,
+            "is_random": np.array(int(swapped), np.int64),
+        }
+
+
+def max_tokens(seq_length: int, *, pairs: bool) -> int:
+    """Tokens that a sample has room for beside [CLS] and one [SEP] or two; ValueError where they are too few."""
+    room = seq_length - (3 if pairs else 2)
+    if room < SHORTEST:
+        raise ValueError(f"--seq-length {seq_length}: a sample for BERT takes at least {seq_length - room + SHORTEST}")
+    return room
+
+
+def shortened(a: int, b: int, target: int) -> tuple[int, int]:
+    """Lengths of two segments after tokens are taken, one by one, from the longer (b if equal) down to `target`."""
+    if a + b <= target:
+        return a, b
+    shorter = min(a, b, target // 2)
+    return (shorter, target - shorter) if shorter == a < b else (target - shorter, shorter)
+
+
+def build_bert_datasets(
+    indexed: IndexedDataset,
+    split: str,
+    seq_length: int,
+    config: BertDataConfig,
+    *,
+    num_samples: tuple[int | None, int | None, int | None],
+    seed: int,
+    ids: BertIds,
+) -> tuple[BertDataset | None, BertDataset | None, BertDataset | None]:
+    """Train, validation and test dataset of one set of sentences, split over its documents as `--split` says.
+
+    None stands for a dataset of which 0 samples are asked, and for a validation or test share without documents.
+
+    Args:
+        num_samples: samples asked for of each; None is one pass over its documents.
+
+    Raises ValueError where the train share is empty or any share that is asked for makes no sample.
+    """
+    count = len(indexed.document_indices) - 1
+    boundaries = split_boundaries(parse_split(split), count)
+    if num_samples[0] != 0 and boundaries[1] == 0:
+        raise ValueError(f"--split {split}: it leaves none of the {count} documents of {indexed.prefix} for training")
+
+    def build(share: int) -> BertDataset | None:
+        begin, end = boundaries[share], boundaries[share + 1]
+        if num_samples[share] == 0 or begin == end:
+            return None
+        documents, name = indexed.document_indices[begin : end + 1], SPLIT_NAMES[share]
+        return BertDataset(indexed, documents, num_samples[share], seq_length, seed, ids, config, name=name)
+
+    return build(0), build(1), build(2)
