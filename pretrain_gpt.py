@@ -5,6 +5,7 @@ like this one around `megatron.training.loop.pretrain`.
 """
 
 import functools
+import os
 import sys
 from collections.abc import Sequence
 
@@ -29,14 +30,24 @@ def provide_model(config: RunConfig, vocab_size: int, dtype: torch.dtype, device
 
 
 def provide_datasets(config: RunConfig, tokenizer: Tokenizer, counts: SampleCounts) -> Datasets:
-    """Training, validation and test sets cut from `--data-path` by `--split`, for the samples that the run will ask."""
-    eod_id = tokenizer.eod if config.data.eod_mask_loss else None
-    return build_gpt_datasets(config.data, num_samples=counts, seed=config.training.seed, eod_id=eod_id)
+    """Training, validation and test sets for the samples that the run will ask; one rank of a node makes indices."""
+    return build_gpt_datasets(
+        config.data,
+        num_samples=counts,
+        seed=config.training.seed,
+        eod_id=tokenizer.eod if config.data.needs_end_of_document else None,
+        builds_indices=int(os.environ.get("LOCAL_RANK", "0")) == 0,
+    )
 
 
 def forward_step(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """The sum of the losses of the counted tokens of a micro-batch, and their number."""
-    losses = model(batch["tokens"], labels=batch["labels"])  # [b, s]
+    losses = model(
+        batch["tokens"],
+        batch.get("position_ids"),
+        batch["labels"],
+        document_lengths=batch.get("document_lengths"),
+    )  # [b, s]
     mask = batch["loss_mask"]  # [b, s]
     return (losses * mask).sum(), mask.sum()
 

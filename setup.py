@@ -19,6 +19,7 @@ setup(
     package_data={"megatron": ["py.typed"]},
     install_requires=[
         "torch>=2.9",
+        "numba>=0.61",
         "numpy>=1.26",
         "pyyaml>=6",
         "sentencepiece>=0.2",

@@ -1,13 +1,41 @@
-"""Samples for a GPT: tokens, labels and loss mask cut from the stream of documents of a token set."""
+"""Samples for a GPT: tokens, labels, loss mask and documents cut from the stream of documents of a token set."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megatron.data.config import DataConfig, open_token_set
-from megatron.data.gpt_indices import build_gpt_indices
+from megatron.data.gpt_indices import GPTIndices, build_gpt_indices
 from megatron.data.indexed import IndexedDataset
-from megatron.data.splits import SPLIT_NAMES, parse_split, split_boundaries
+
+# Arrays of a batch that the host reads and no device needs: lengths are what kernels are called with.
+HOST_KEYS = frozenset({"document_lengths"})
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentRules:
+    """What the end of a document within a sample means.
+
+    Attributes:
+        eod_id: the token that ends a document, None where there is none.
+        mask_loss: leave that token's own prediction out of the loss.
+        reset_positions: positions begin at 0 after it.
+        reset_attention: what follows does not see what is before.
+    """
+
+    eod_id: int | None = None
+    mask_loss: bool = False
+    reset_positions: bool = False
+    reset_attention: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mask_loss and self.eod_id is None:
+            raise ValueError("--eod-mask-loss: the tokenizer has no end-of-document token")
+
+    @property
+    def divide(self) -> bool:
+        """Whether it matters where in a sample documents begin."""
+        return self.reset_positions or self.reset_attention
 
 
 class GPTDataset:
@@ -15,7 +43,10 @@ class GPTDataset:
 
     An item is a dict of arrays of its own: `tokens` int64 [s], `labels` int64 [s] (the token after each) and
     `loss_mask` float32 [s], which is 1, or 0 with `eod_mask_loss` where the input token is `eod_id` (as in Megatron-LM:
-    the first token of a document cannot be foretold from the document before).
+    the first token of a document cannot be foretold from the document before). With `reset_position_ids` there are
+    `position_ids` int64 [s], which begin at 0 in each document; with `reset_attention_mask` `document_lengths` int32
+    [s], the tokens of each document in the sample, and zeros behind them. A document ends after `eod_id`, and where the
+    token set's own does.
 
     Args:
         indexed: the token set.
@@ -23,6 +54,7 @@ class GPTDataset:
         num_samples: how many samples will be asked for at least: the documents are repeated as often as it takes.
             None is one pass. `len()` may be larger: it counts all samples of the last pass.
         name: what complaints call it.
+        make_indices: gives the arrays in place of computing them from the other arguments.
 
     Raises ValueError where the documents do not fill one sample, or are no integers.
     """
@@ -37,87 +69,88 @@ class GPTDataset:
         *,
         eod_id: int | None = None,
         eod_mask_loss: bool = False,
+        reset_position_ids: bool = False,
+        reset_attention_mask: bool = False,
         name: str = "train",
+        make_indices: Callable[[], GPTIndices] | None = None,
     ) -> None:
-        if eod_mask_loss and eod_id is None:
-            raise ValueError("--eod-mask-loss: the tokenizer has no end-of-document token")
+        self.rules = DocumentRules(eod_id, eod_mask_loss, reset_position_ids, reset_attention_mask)
         if indexed.dtype.kind == "f":
             raise ValueError(f"{indexed.prefix}.bin holds {indexed.dtype.name} numbers: token ids are integers")
-        numbers = np.asarray(documents, dtype=np.int64)
-        _check_fills_a_sample(indexed, numbers, seq_length, name)
         self.indexed = indexed
         self.seq_length = seq_length
         self.name = name
-        self.indices = build_gpt_indices(indexed.sizes, numbers, num_samples, seq_length, seed)
-        self._masked_id = eod_id if eod_mask_loss else None
+        self.asked = num_samples
+        if make_indices is None:
+            numbers = np.asarray(documents, dtype=np.int64)
+            check_fills_a_sample(indexed, indexed.sizes[numbers], seq_length, name)
+            self.indices = build_gpt_indices(indexed.sizes, numbers, num_samples, seq_length, seed)
+        else:
+            self.indices = make_indices()
 
     def __len__(self) -> int:
         return len(self.indices.shuffle)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        stream = self._sample_tokens(int(self.indices.shuffle[i]))  # [s+1]
+        pieces = self._pieces(int(self.indices.shuffle[i]))
+        stream = np.concatenate(pieces, dtype=np.int64)  # [s+1]
         tokens = stream[:-1]
         mask = np.ones(len(tokens), np.float32)
-        if self._masked_id is not None:
-            mask[tokens == self._masked_id] = 0.0
-        return {"tokens": tokens, "labels": stream[1:].copy(), "loss_mask": mask}
+        if self.rules.mask_loss:
+            mask[tokens == self.rules.eod_id] = 0.0
+        item: dict[str, np.ndarray] = {"tokens": tokens, "labels": stream[1:].copy(), "loss_mask": mask}
+        return (item | self._documents(tokens, pieces)) if self.rules.divide else item
 
-    def _sample_tokens(self, sample: int) -> np.ndarray:
-        """The s+1 tokens of a sample, int64, gathered from the documents that it touches."""
+    def _pieces(self, sample: int) -> list[np.ndarray]:
+        """The s+1 tokens of a sample: views of the file, one for each document that it touches."""
         (first, start), (last, end) = self.indices.samples[sample : sample + 2].tolist()
         documents = self.indices.documents[first : last + 1].tolist()
         if first == last:
-            return self.indexed.get(documents[0], start, end - start + 1).astype(np.int64)
+            return [self.indexed.get(documents[0], start, end - start + 1)]
         pieces = [self.indexed.get(documents[0], start)]
         pieces += [self.indexed.get(document) for document in documents[1:-1]]
         pieces.append(self.indexed.get(documents[-1], 0, end + 1))
-        return np.concatenate(pieces, dtype=np.int64)
+        return pieces
+
+    def _documents(self, tokens: np.ndarray, pieces: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """What an item says about the documents in it."""
+        starts = document_starts(tokens, [len(piece) for piece in pieces], self.rules.eod_id)
+        lengths = np.diff(starts, append=len(tokens))
+        said: dict[str, np.ndarray] = {}
+        if self.rules.reset_positions:
+            said["position_ids"] = np.arange(len(tokens)) - np.repeat(starts, lengths)
+        if self.rules.reset_attention:
+            said["document_lengths"] = np.zeros(len(tokens), np.int32)
+            said["document_lengths"][: len(lengths)] = lengths
+        return said
+
+    def epochs(self, samples: int) -> float:
+        """How often `samples` samples go through the documents."""
+        return samples * self.seq_length / self.indices.tokens
+
+    def report(self) -> list[str]:
+        """What the dataset is, in a line."""
+        samples = len(self) if self.asked is None else self.asked
+        return [
+            f"{self.name}: {samples:,} samples from {self.indexed.prefix}, {self.epochs(samples):.3f} epochs of "
+            f"{self.indices.tokens:,} tokens"
+        ]
 
 
-def _check_fills_a_sample(indexed: IndexedDataset, documents: np.ndarray, seq_length: int, name: str) -> None:
-    tokens = int(indexed.sizes[documents].sum(dtype=np.int64))
+def document_starts(tokens: np.ndarray, pieces: Sequence[int], eod_id: int | None) -> np.ndarray:
+    """Where documents begin among `tokens` [s], which are cut from pieces of these lengths: int64, rising, 0 first."""
+    starts = [np.zeros(1, np.int64), np.cumsum(pieces)]
+    if eod_id is not None:
+        starts.append(np.flatnonzero(tokens == eod_id) + 1)
+    found = np.unique(np.concatenate(starts))
+    return found[found < len(tokens)]
+
+
+def check_fills_a_sample(indexed: IndexedDataset, sizes: np.ndarray, seq_length: int, name: str) -> None:
+    """ValueError where documents of `indexed` with these `sizes` have too few tokens for one sample."""
+    tokens = int(sizes.sum(dtype=np.int64))
     if tokens < seq_length + 1:
         raise ValueError(
-            f"{indexed.prefix}: its {name} share has {len(documents)} documents with {tokens} tokens, but one sample "
+            f"{indexed.prefix}: its {name} share has {len(sizes)} documents with {tokens} tokens, but one sample "
             f"of --seq-length {seq_length} takes {seq_length + 1}: give more text, another --split or a shorter sample"
         )
-
-
-def build_gpt_datasets(
-    config: DataConfig, *, num_samples: tuple[int | None, int | None, int | None], seed: int, eod_id: int | None
-) -> tuple[GPTDataset | None, GPTDataset | None, GPTDataset | None]:
-    """Train, validation and test dataset of `config.data_path`.
-
-    The set is split over its sequences, as 2.5 does; without sentence splitting these are its documents. None stands
-    for a dataset of which 0 samples are asked, and for a validation or test share without documents.
-
-    Args:
-        num_samples: samples asked for of each; None is one pass over its documents.
-        eod_id: the tokenizer's end of document, None where it has none.
-
-    Raises ValueError where the set cannot be read, and where the train share is empty or any share that is asked for
-    does not fill one sample.
-    """
-    indexed = open_token_set(config)
-    boundaries = split_boundaries(parse_split(config.split), len(indexed))
-    if num_samples[0] != 0 and boundaries[1] == 0:
-        raise ValueError(
-            f"--split {config.split}: it leaves none of the {len(indexed)} documents of {config.data_path} for training"
-        )
-
-    def build(share: int) -> GPTDataset | None:
-        documents = np.arange(boundaries[share], boundaries[share + 1])
-        if num_samples[share] == 0 or len(documents) == 0:
-            return None
-        return GPTDataset(
-            indexed,
-            documents,
-            num_samples[share],
-            config.seq_length,
-            seed,
-            eod_id=eod_id,
-            eod_mask_loss=config.eod_mask_loss,
-            name=SPLIT_NAMES[share],
-        )
-
-    return build(0), build(1), build(2)

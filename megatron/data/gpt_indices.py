@@ -5,8 +5,15 @@ included: S inputs and, shifted by one, S targets. The same seed, sizes and coun
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Self
 
 import numpy as np
+
+from megatron.data.cache import Stored
+
+VERSION = 1  # of the arrays; part of the key under which they are kept
+_CHUNK = 1 << 21  # documents looked at together: what is kept is two arrays, whatever the corpus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,12 +26,32 @@ class GPTIndices:
             starts; sample i ends on the token where sample i+1 starts.
         shuffle: uint32 or int64 [n], the samples in the order in which they are given out.
         epochs: E.
+        tokens: of one epoch.
     """
 
     documents: np.ndarray
     samples: np.ndarray
     shuffle: np.ndarray
     epochs: int
+    tokens: int
+    source: Stored | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def stored(self) -> Stored:
+        """The arrays and numbers as a cache keeps them."""
+        arrays = {"documents": self.documents, "samples": self.samples, "shuffle": self.shuffle}
+        return Stored(arrays, {"epochs": self.epochs, "tokens": self.tokens})
+
+    @classmethod
+    def from_stored(cls, stored: Stored) -> Self:
+        """What `stored` gave."""
+        arrays, facts = stored.arrays, stored.facts
+        return cls(
+            arrays["documents"], arrays["samples"], arrays["shuffle"], facts["epochs"], facts["tokens"], source=stored
+        )
+
+    def __reduce__(self) -> tuple[Callable[[Stored], Self], tuple[Stored]]:
+        # A worker process that does not inherit memory opens the files of the cache itself.
+        return type(self).from_stored, (self.source or self.stored(),)
 
 
 def epochs_needed(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
@@ -45,8 +72,8 @@ def build_gpt_indices(
     epochs = 1 if num_samples is None else epochs_needed(tokens, seq_length, num_samples)
     whole = _samples_of_whole_epochs(tokens, seq_length, epochs, num_samples)
     order = _document_order(documents, epochs, whole is not None, random)
-    samples = _sample_starts(sizes, order, seq_length)
-    return GPTIndices(order, samples, _sample_order(len(samples) - 1, whole, random), epochs)
+    samples = _sample_starts(sizes, order, epochs * tokens, seq_length)
+    return GPTIndices(order, samples, _sample_order(len(samples) - 1, whole, random), epochs, tokens)
 
 
 def _samples_of_whole_epochs(tokens: int, seq_length: int, epochs: int, num_samples: int | None) -> int | None:
@@ -75,15 +102,24 @@ def _document_order(
     return order
 
 
-def _sample_starts(sizes: np.ndarray, order: np.ndarray, seq_length: int) -> np.ndarray:
-    """Where token i * seq_length of the stream lies: rows (position in `order`, offset in that document)."""
-    ends = np.cumsum(sizes[order], dtype=np.int64)
-    starts = np.arange((ends[-1] - 1) // seq_length + 1, dtype=np.int64) * seq_length
-    positions = np.searchsorted(ends, starts, side="right")
-    offsets = starts - (ends[positions] - sizes[order[positions]])
-    samples = np.stack([positions, offsets], axis=1)
+def _sample_starts(sizes: np.ndarray, order: np.ndarray, tokens: int, seq_length: int) -> np.ndarray:
+    """Where token i * seq_length of the `tokens` of the stream lies: rows (position in `order`, offset in it)."""
+    total = (tokens - 1) // seq_length + 1
+    samples = np.empty((total, 2), np.int32 if len(order) < 2**31 else np.int64)
+    begun, passed = 0, 0  # samples and tokens before the chunk
+    for chunk in range(0, len(order), _CHUNK):
+        ends = passed + np.cumsum(sizes[order[chunk : chunk + _CHUNK]], dtype=np.int64)
+        # samples that start before the end of each document, and so in each document
+        until = np.minimum((ends + (seq_length - 1)) // seq_length, total)
+        counts = np.diff(until, prepend=begun)
+        positions = np.repeat(np.arange(len(ends)), counts)
+        before = np.concatenate([[passed], ends[:-1]])
+        stop = begun + len(positions)
+        samples[begun:stop, 0] = positions + chunk
+        samples[begun:stop, 1] = np.arange(begun, stop) * seq_length - before[positions]
+        begun, passed = stop, int(ends[-1])
     samples[0] = 0  # 2.5 starts on the first document even where that is empty
-    return samples.astype(np.int32 if len(order) < 2**31 else np.int64)
+    return samples
 
 
 def _sample_order(total: int, whole: int | None, random: np.random.RandomState) -> np.ndarray:

@@ -31,13 +31,14 @@ def stack_samples(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, torch.T
 
 
 def build_loader(
-    dataset: ArrayDataset, sampler: Iterable[list[int]], num_workers: int, seed: int
+    dataset: ArrayDataset, sampler: Iterable[list[int]], num_workers: int, seed: int, *, pin_memory: bool = False
 ) -> DataLoader[dict[str, torch.Tensor]]:
     """A loader that gives one batch for each list of sample numbers from `sampler`, in its order.
 
     A DataLoader draws the seed of its workers from a generator as soon as it is iterated. Here that is one of its own,
     made from `seed`: on a CPU dropout draws from the default generator, and a resumed run iterates a loader once more
-    than the uninterrupted one.
+    than the uninterrupted one. Each of `num_workers` processes has two batches ready; with `pin_memory` the tensors lie
+    in memory that is copied to an accelerator without waiting.
     """
     import torch
     from torch.utils.data import DataLoader
@@ -48,5 +49,6 @@ def build_loader(
         batch_sampler=sampler,
         num_workers=num_workers,
         collate_fn=stack_samples,
+        pin_memory=pin_memory,
         generator=torch.Generator().manual_seed(seed),
     )

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.model.config import TransformerConfig
+from megatron.model.documents import DocumentLengths, attend_within
 from megatron.model.init import normal, output_normal
 from megatron.model.placement import Placement
 
@@ -43,13 +44,19 @@ class SelfAttention(nn.Module):
             **where,
         )
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[s, b, h] -> ([s, b, h] without the bias of the output projection, that bias [h])."""
+    def forward(self, hidden: Tensor, document_lengths: DocumentLengths | None = None) -> tuple[Tensor, Tensor]:
+        """[s, b, h] -> ([s, b, h] without the bias of the output projection, that bias [h]).
+
+        With `document_lengths` a position sees those of its own document alone.
+        """
         fused, _ = self.query_key_value(hidden)  # [s, b, n/t * 3 * d]
         heads = fused.unflatten(-1, (-1, 3, self.head_size))  # [s, b, n/t, 3, d]
         query, key, value = (part.permute(1, 2, 0, 3) for part in heads.unbind(3))  # [b, n/t, s, d]
-        context = self.attend(query, key, value).permute(2, 0, 1, 3)  # [s, b, n/t, d]
-        return self.dense(context.flatten(2))
+        if document_lengths is None:
+            context = self.attend(query, key, value)
+        else:
+            context = attend_within(document_lengths, self.attend, query, key, value)
+        return self.dense(context.permute(2, 0, 1, 3).flatten(2))  # from [b, n/t, s, d]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention itself, [b, n/t, s, d] each; no s x s matrix is kept where PyTorch's kernel can do without.

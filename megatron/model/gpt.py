@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.model.config import TransformerConfig
+from megatron.model.documents import as_document_lengths
 from megatron.model.embedding import Embedding
 from megatron.model.init import initialize_parameters
 from megatron.model.placement import Placement
@@ -49,13 +50,22 @@ class GPTModel(nn.Module):
         self.embedding = Embedding(config, vocab_size, **where)
         self.transformer = Transformer(config, causal=True, **where)
 
-    def forward(self, tokens: Tensor, position_ids: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        document_lengths: Tensor | None = None,
+    ) -> Tensor:
         """The loss of each token, or the logits where no labels are given.
 
         Args:
             tokens: ids [b, s], int64.
             position_ids: [b, s], 0, 1, 2, ... by default.
             labels: the ids to predict, [b, s]; a token with a negative one does not count, its loss is 0.
+            document_lengths: integers [b, s] on the host: the tokens of each document of a sample, then zeros. A token
+                attends to its own document alone. Without them a sample is one document.
 
         Returns:
             with labels the cross entropy [b, s], in float32 or wider, over the real vocabulary; without them this
@@ -66,7 +76,8 @@ class GPTModel(nn.Module):
         differ, and a sequence longer than `--max-position-embeddings`.
         """
         _check_shapes(tokens, position_ids=position_ids, labels=labels)
-        hidden = self.transformer(self.embedding(tokens, position_ids))  # [s, b, h]
+        documents = as_document_lengths(document_lengths, tokens)
+        hidden = self.transformer(self.embedding(tokens, position_ids), documents)  # [s, b, h]
         hidden = mpu.copy_to_tensor_model_parallel_region(hidden, self.group, owns_gradient=True)
         if labels is None:
             return F.linear(hidden, self.embedding.word_embeddings.weight).transpose(0, 1)  # [b, s, v/t]

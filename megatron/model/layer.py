@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from megatron.model.attention import SelfAttention
 from megatron.model.config import TransformerConfig
+from megatron.model.documents import DocumentLengths
 from megatron.model.functions import bias_dropout_add
 from megatron.model.mlp import MLP
 from megatron.model.placement import Placement
@@ -32,9 +33,9 @@ class PreNormLayer(nn.Module):
         self.post_attention_layernorm = layer_norm(config, **where)
         self.mlp = MLP(config, **where)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, document_lengths: DocumentLengths | None = None) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
-        attended, bias = self.self_attention(self.input_layernorm(hidden))
+        attended, bias = self.self_attention(self.input_layernorm(hidden), document_lengths)
         hidden = bias_dropout_add(attended, bias, hidden, self.dropout, self.training)
         transformed, bias = self.mlp(self.post_attention_layernorm(hidden))
         return bias_dropout_add(transformed, bias, hidden, self.dropout, self.training)
@@ -54,9 +55,9 @@ class PostNormLayer(nn.Module):
         self.mlp = MLP(config, **where)
         self.post_mlp_layernorm = layer_norm(config, **where)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, document_lengths: DocumentLengths | None = None) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
-        attended, bias = self.self_attention(hidden)
+        attended, bias = self.self_attention(hidden, document_lengths)
         hidden = bias_dropout_add(attended, bias, hidden, self.dropout, self.training)
         hidden = self.post_attention_layernorm(hidden)
         transformed, bias = self.mlp(hidden)

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from megatron.base.complaints import raise_joined
 from megatron.model.config import TransformerConfig
+from megatron.model.documents import DocumentLengths
 from megatron.model.layer import layer_norm, transformer_layer
 from megatron.model.placement import Placement
 from megatron.mpu import resolve_group
@@ -32,8 +33,8 @@ class Transformer(nn.Module):
         )
         self.final_layernorm = layer_norm(config, **where) if config.norm_position == "pre" else None
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h]."""
+    def forward(self, hidden: Tensor, document_lengths: DocumentLengths | None = None) -> Tensor:
+        """[s, b, h] -> [s, b, h]. With `document_lengths` the documents of a sample do not see each other."""
         for layer in self.layers.values():
-            hidden = layer(hidden)
+            hidden = layer(hidden, document_lengths)
         return hidden if self.final_layernorm is None else self.final_layernorm(hidden)

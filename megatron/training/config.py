@@ -12,6 +12,7 @@ from megatron.base.config import (
     minimum_problems,
 )
 from megatron.checkpointing.config import CheckpointConfig
+from megatron.data.batch_sizes import BatchSchedule, RampUp
 from megatron.data.config import DataConfig
 from megatron.model.config import TransformerConfig
 from megatron.optimizer.config import OptimizerConfig
@@ -54,6 +55,9 @@ class TrainingConfig(Config):
         None,
         "samples of one iteration over all ranks; micro batch times data-parallel size if not given",
     )
+    rampup_batch_size: tuple[int, ...] | None = flag(
+        None, "start, increment, samples: begin with smaller global batches and reach the full one after that many"
+    )
     seed: int = flag(1234, "seed of weights, dropout and data order")
     params_dtype: str = flag(
         "float32",
@@ -70,8 +74,16 @@ class TrainingConfig(Config):
     eval_at_start: bool = flag(False, "evaluate before the first iteration too")
     exit_interval: int | None = flag(None, "end the run when the iteration is a multiple of this")
 
+    @property
+    def ramp_up(self) -> RampUp | None:
+        """The ramp-up of the global batch size, None where there is none."""
+        return None if self.rampup_batch_size is None else RampUp(*self.rampup_batch_size)
+
     def problems(self) -> list[str]:
         found = choice_problems(self)
+        if self.rampup_batch_size is not None and len(self.rampup_batch_size) != 3:
+            words = " ".join(map(str, self.rampup_batch_size))
+            found.append(f"--rampup-batch-size {words}: it takes three numbers: start, increment, samples")
         found += minimum_problems(
             self,
             1,
@@ -129,14 +141,19 @@ class RunConfig(ComposedConfig):
         """Replicas of the model in a world of `world_size` ranks."""
         return world_size // self.distributed.tensor_model_parallel_size
 
-    def batch_sizes(self, world_size: int) -> BatchSizes:
-        """The batch of one iteration; the sizes divide, or a complaint has said so."""
-        micro, data = (
-            self.training.micro_batch_size,
-            self.data_parallel_size(world_size),
-        )
-        total = self.training.global_batch_size or micro * data
-        return BatchSizes(total, micro, total // (micro * data))
+    def batch_schedule(self, world_size: int) -> BatchSchedule:
+        """The size of each global batch."""
+        smallest = self.training.micro_batch_size * self.data_parallel_size(world_size)
+        return BatchSchedule(self.training.global_batch_size or smallest, self.training.ramp_up)
+
+    def batch_sizes(self, world_size: int, consumed_samples: int | None = None) -> BatchSizes:
+        """The batch of the iteration after `consumed_samples` samples, None being after the ramp-up.
+
+        The sizes divide, or a complaint has said so.
+        """
+        schedule, micro = self.batch_schedule(world_size), self.training.micro_batch_size
+        total = schedule.global_batch_size if consumed_samples is None else schedule.size(consumed_samples)
+        return BatchSizes(total, micro, total // (micro * self.data_parallel_size(world_size)))
 
     @combines("model", "distributed")
     def _model_problems(self, world_size: int) -> list[str]:
@@ -165,4 +182,14 @@ class RunConfig(ComposedConfig):
                 f"--global-batch-size {total}: it must be a multiple of --micro-batch-size {micro} times "
                 f"the data-parallel size {data}"
             ]
-        return []
+        return self._ramp_up_problems(world_size)
+
+    def _ramp_up_problems(self, world_size: int) -> list[str]:
+        ramp, together = self.training.ramp_up, self.training.micro_batch_size * self.data_parallel_size(world_size)
+        found = self.batch_schedule(world_size).problems()
+        if not found and ramp is not None and (ramp.start % together or ramp.increment % together):
+            found.append(
+                f"--rampup-batch-size {ramp.start} {ramp.increment} {ramp.samples}: start and increment must be "
+                f"multiples of the micro batch times the data-parallel size, which is {together}"
+            )
+        return found

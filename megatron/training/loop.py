@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron import mpu
 from megatron.base.formulas import model_flops
-from megatron.data import GlobalBatchSampler, build_loader
+from megatron.data import GlobalBatchSampler, RampUp, build_loader
 from megatron.optimizer import Optimizer, learning_rate
 from megatron.training.config import BatchSizes, RunConfig
 from megatron.training.observers import Audience, Observer, configured_observers
@@ -42,6 +42,10 @@ class TokenDataset(Protocol):
 
     def __getitem__(self, index: int, /) -> dict[str, Any]: ...
 
+    def report(self) -> list[str]:
+        """Lines that tell what it is; printed when the run begins."""
+        ...
+
 
 # Samples wanted for training, validation and test; 0 for a split that is not used.
 SampleCounts = tuple[int, int, int]
@@ -62,33 +66,41 @@ class Run:
 
     config: RunConfig
     world: World
-    sizes: BatchSizes
     trainee: Trainee
     datasets: Datasets
     forward_step: ForwardStep
     vocab_size: int
     audience: Audience
 
-    def batches(self, dataset: TokenDataset, consumed_samples: int, num_samples: int) -> Iterator[Batch]:
+    def sizes(self, consumed_samples: int | None = None) -> BatchSizes:
+        """The batch of the iteration after `consumed_samples` samples; None is after the ramp-up."""
+        return self.config.batch_sizes(self.world.size, consumed_samples)
+
+    def batches(
+        self, dataset: TokenDataset, consumed_samples: int, num_samples: int, ramp_up: RampUp | None = None
+    ) -> Iterator[Batch]:
         """This replica's micro-batches of `dataset` from `consumed_samples` to `num_samples`, in the global order."""
+        sizes = self.sizes()
         sampler = GlobalBatchSampler(
             num_samples,
             consumed_samples,
-            global_batch_size=self.sizes.global_batch_size,
-            micro_batch_size=self.sizes.micro_batch_size,
+            global_batch_size=sizes.global_batch_size,
+            micro_batch_size=sizes.micro_batch_size,
             data_rank=mpu.get_data_parallel_rank(),
             data_size=mpu.get_data_parallel_world_size(),
+            ramp_up=ramp_up,
         )
-        return iter(build_loader(dataset, sampler, self.config.data.num_workers, self.config.training.seed))
+        workers, seed = self.config.data.num_workers, self.config.training.seed
+        return iter(build_loader(dataset, sampler, workers, seed, pin_memory=self.world.device.type != "cpu"))
 
     def workload(self) -> Workload:
-        """What one iteration computes."""
-        model, batch, s = self.config.model, self.sizes.global_batch_size, self.config.data.seq_length
+        """What one sample computes."""
+        model, s = self.config.model, self.config.data.seq_length
         flops = model_flops(
-            batch, s, model.num_layers, model.hidden_size, self.vocab_size, model.ffn_size, model.projection_size
+            1, s, model.num_layers, model.hidden_size, self.vocab_size, model.ffn_size, model.projection_size
         )
         dtype = params_dtype(self.config)
-        return Workload(batch * s, flops, self.world.size, device_peak(self.world.device, dtype))
+        return Workload(s, flops, self.world.size, device_peak(self.world.device, dtype))
 
 
 def params_dtype(config: RunConfig) -> torch.dtype:
@@ -98,9 +110,9 @@ def params_dtype(config: RunConfig) -> torch.dtype:
 
 def sample_counts(config: RunConfig, ranks: int) -> SampleCounts:
     """Samples of each split: all iterations of training; one evaluation, which always sees the same samples."""
-    batch = config.batch_sizes(ranks).global_batch_size
-    evaluated = config.training.eval_iters * batch
-    return max(config.training.train_iters, 1) * batch, evaluated, evaluated
+    schedule = config.batch_schedule(ranks)
+    evaluated = config.training.eval_iters * schedule.global_batch_size
+    return schedule.consumed_after(max(config.training.train_iters, 1)), evaluated, evaluated
 
 
 def check_vocabulary(datasets: Datasets, vocab_size: int, world: World) -> None:
@@ -147,10 +159,11 @@ def pretrain(
         restored = restore(trainee, config, world)
         # Nothing is written before this line: whatever is wrong has been told by now.
         audience = Audience(_open_outputs(config, observers) if world.rank == 0 else [])
-        sizes = config.batch_sizes(world.size)
-        run = Run(config, world, sizes, trainee, datasets, forward_step, vocab_size, audience)
+        run = Run(config, world, trainee, datasets, forward_step, vocab_size, audience)
         try:
             audience.on_start(_description(run))
+            for line in (line for dataset in datasets if dataset is not None for line in dataset.report()):
+                audience.on_message(line)
             if restored is not None:
                 audience.on_message(restored)
             _train(run)
@@ -186,12 +199,13 @@ def _new_trainee(config: RunConfig, model_provider: ModelProvider, world: World)
 def _description(run: Run) -> str:
     shardings = mpu.parameter_shardings(run.trainee.model)
     parameters = sum(torch.Size(s.global_shape).numel() for s in shardings.values())
-    sizes, world = run.sizes, run.world
+    sizes, world, ramp = run.sizes(), run.world, run.config.training.ramp_up
+    ramped = "" if ramp is None else f", from {ramp.start} by {ramp.increment} over {ramp.samples} samples"
     return (
         f"{parameters:,} parameters on {world.size} ranks ({world.device.type}): tensor "
         f"{mpu.get_tensor_model_parallel_world_size()}, data {mpu.get_data_parallel_world_size()}; "
         f"global batch {sizes.global_batch_size} = micro batch {sizes.micro_batch_size} x {sizes.num_micro_batches} "
-        f"x data; {run.config.training.train_iters} iterations"
+        f"x data{ramped}; {run.config.training.train_iters} iterations"
     )
 
 
@@ -201,7 +215,15 @@ def _train(run: Run) -> None:
     total = run.config.training.train_iters
     if run.config.training.eval_at_start and state.iteration == 0:
         _evaluate(run, "validation")
-    batches = run.batches(training, state.consumed_samples, total * run.sizes.global_batch_size)
+    end = run.config.batch_schedule(run.world.size).consumed_after(total - state.iteration, state.consumed_samples)
+    prepared = sample_counts(run.config, run.world.size)[0]
+    if state.iteration < total and end > prepared:
+        raise ValueError(
+            f"--load: {state.consumed_samples} samples are consumed after iteration {state.iteration}; with this "
+            f"--global-batch-size iteration {total} ends at sample {end}, but a run from the start at {prepared}, for "
+            "which the data is prepared: give fewer --train-iters or the batch size of the checkpoint"
+        )
+    batches = run.batches(training, state.consumed_samples, end, run.config.training.ramp_up)
     interval = Interval(run.workload())
     while state.iteration < total:
         _iterate(run, batches, interval)
@@ -220,11 +242,12 @@ def _train(run: Run) -> None:
 def _iterate(run: Run, batches: Iterator[Batch], interval: Interval) -> None:
     """One iteration, counted and logged."""
     config, state = run.config, run.trainee.state
-    total, batch_size = config.training.train_iters, run.sizes.global_batch_size
-    lr = learning_rate(config.schedule, state.consumed_samples, train_iters=total, global_batch_size=batch_size)
-    interval.add(_step(run, batches, lr))
+    total, sizes = config.training.train_iters, run.sizes(state.consumed_samples)
+    full = run.sizes().global_batch_size
+    lr = learning_rate(config.schedule, state.consumed_samples, train_iters=total, global_batch_size=full)
+    interval.add(_step(run, batches, lr, sizes), sizes.global_batch_size)
     state.iteration += 1
-    state.consumed_samples += batch_size
+    state.consumed_samples += sizes.global_batch_size
     run.audience.on_iteration(state.iteration, total)
     if _due(config.logging.log_interval, state.iteration):
         progress = {"iteration": state.iteration, "consumed-samples": state.consumed_samples, "lr": lr}
@@ -232,14 +255,14 @@ def _iterate(run: Run, batches: Iterator[Batch], interval: Interval) -> None:
         run.audience.on_log({**progress, **interval.report(), **memory})
 
 
-def _step(run: Run, batches: Iterator[Batch], lr: float) -> Step:
+def _step(run: Run, batches: Iterator[Batch], lr: float, sizes: BatchSizes) -> Step:
     try:
         return train_step(
             run.trainee.model,
             run.trainee.optimizer,
             batches,
             run.forward_step,
-            num_micro_batches=run.sizes.num_micro_batches,
+            num_micro_batches=sizes.num_micro_batches,
             lr=lr,
             normalization=run.config.training.loss_normalization,
             data_group=mpu.get_data_parallel_group(),
@@ -260,7 +283,7 @@ def _evaluate(run: Run, split: str) -> None:
         return
     loss = evaluate(
         run.trainee.model,
-        run.batches(dataset, 0, config.eval_iters * run.sizes.global_batch_size),
+        run.batches(dataset, 0, config.eval_iters * run.sizes().global_batch_size),
         run.forward_step,
         normalization=config.loss_normalization,
         data_group=mpu.get_data_parallel_group(),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from megatron.data import HOST_KEYS
 from megatron.optimizer import Optimizer
 
 Batch = dict[str, Tensor]
@@ -42,8 +43,10 @@ class Step:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch on `device`; the copy from pinned memory does not wait."""
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    """The batch on `device`, but for what the host reads; the copy from pinned memory does not wait."""
+    return {
+        name: tensor if name in HOST_KEYS else tensor.to(device, non_blocking=True) for name, tensor in batch.items()
+    }
 
 
 def normalized(loss: Tensor, tokens: Tensor, normalization: str) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What one iteration is, for the whole run: tokens, model FLOPs (nothing recomputed), devices, peak of one."""
+    """What one sample is: tokens and model FLOPs (nothing recomputed); and what works on it: devices, peak of one."""
 
     tokens: int
     flops: float
@@ -50,10 +50,12 @@ class Interval:
         self._began = self._clock()
         self._paused = 0.0
         self._steps: list[Step] = []
+        self._samples = 0
 
-    def add(self, step: Step) -> None:
-        """Count one iteration."""
+    def add(self, step: Step, samples: int) -> None:
+        """Count one iteration of that many samples."""
         self._steps.append(step)
+        self._samples += samples
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -65,14 +67,14 @@ class Interval:
     def report(self) -> dict[str, float]:
         """Mean loss, last gradient norm and speed since the last report, by the names of the log line."""
         work, steps = self._workload, self._steps
-        seconds = (self._clock() - self._began - self._paused) / len(steps)
+        seconds = self._clock() - self._began - self._paused
         loss = LossSum(sum(s.loss.total for s in steps), sum(s.loss.count for s in steps)).mean
-        flops = work.flops / seconds / work.world_size
+        flops = work.flops * self._samples / seconds / work.world_size
         metrics = {
             "loss": loss,
             "grad-norm": steps[-1].grad_norm,
-            "ms-per-iteration": seconds * 1e3,
-            "tokens-per-second": work.tokens / seconds,
+            "ms-per-iteration": seconds / len(steps) * 1e3,
+            "tokens-per-second": work.tokens * self._samples / seconds,
             "TFLOPs-per-device": flops / 1e12,
         }
         if work.peak is not None:

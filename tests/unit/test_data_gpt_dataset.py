@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.data.config import DataConfig
-from megatron.data.gpt_dataset import GPTDataset, build_gpt_datasets
+from megatron.data.gpt_build import build_gpt_datasets
+from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed import IndexedDataset
 from tests.harness.token_files import write_token_files
 
@@ -20,9 +21,11 @@ def write_corpus(folder: Path, sizes: list[int], code: int = 8) -> str:
     return write_token_files(folder / "corpus", documents, code)
 
 
-def test_gives_the_batches_that_megatron_2_5_evaluated(shared: Path) -> None:
+def test_gives_the_batches_that_megatron_2_5_evaluated(shared: Path, tmp_path: Path) -> None:
     folder = shared / "data/megatron_2_5"
-    config = DataConfig(data_path=str(folder / "tr_text_document"), split="90,10,0", seq_length=32)
+    config = DataConfig(
+        data_path=(str(folder / "tr_text_document"),), split="90,10,0", seq_length=32, data_cache_path=str(tmp_path)
+    )
     train, valid, test = build_gpt_datasets(config, num_samples=(80, 96, 32), seed=1234, eod_id=256)
     assert test is None
     assert train is not None
@@ -83,7 +86,7 @@ def test_an_item_owns_its_arrays(tmp_path: Path) -> None:
 
 def test_only_the_documents_of_the_share_are_read(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [10] * 10)
-    config = DataConfig(data_path=prefix, split="6,2,2", seq_length=4)
+    config = DataConfig(data_path=(prefix,), split="6,2,2", seq_length=4)
     datasets = build_gpt_datasets(config, num_samples=(None, None, 40), seed=5, eod_id=None)
     ranges = [(1, 60), (61, 80), (81, 100)]
     for dataset, (low, high) in zip(datasets, ranges, strict=True):
@@ -95,11 +98,11 @@ def test_only_the_documents_of_the_share_are_read(tmp_path: Path) -> None:
 
 def test_a_share_without_documents_or_of_which_nothing_is_asked_is_none(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [10] * 4)
-    config = DataConfig(data_path=prefix, split="1,1,0", seq_length=4)
+    config = DataConfig(data_path=(prefix,), split="1,1,0", seq_length=4)
     train, valid, test = build_gpt_datasets(config, num_samples=(8, 0, 8), seed=5, eod_id=None)
     assert train is not None
     assert (valid, test) == (None, None)
-    config = DataConfig(data_path=prefix, split="0,1,0", seq_length=4)
+    config = DataConfig(data_path=(prefix,), split="0,1,0", seq_length=4)
     assert build_gpt_datasets(config, num_samples=(0, 4, 4), seed=5, eod_id=None)[0] is None
     with pytest.raises(ValueError, match="--split 0,1,0: it leaves none of the 4 documents of .*corpus for training"):
         build_gpt_datasets(config, num_samples=(8, 8, 8), seed=5, eod_id=None)
@@ -107,25 +110,25 @@ def test_a_share_without_documents_or_of_which_nothing_is_asked_is_none(tmp_path
 
 def test_too_few_tokens_for_one_sample_are_told(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [10] * 4)
-    config = DataConfig(data_path=prefix, split="3,1,0", seq_length=10)
+    config = DataConfig(data_path=(prefix,), split="3,1,0", seq_length=10)
     message = "corpus: its valid share has 1 documents with 10 tokens, .* --seq-length 10 takes 11"
     with pytest.raises(ValueError, match=message):
         build_gpt_datasets(config, num_samples=(8, 8, 0), seed=5, eod_id=None)
-    config = DataConfig(data_path=prefix, split="1,0,0", seq_length=39)
+    config = DataConfig(data_path=(prefix,), split="1,0,0", seq_length=39)
     train = build_gpt_datasets(config, num_samples=(None, 0, 0), seed=5, eod_id=None)[0]
     assert train is not None
     assert len(train) == 1
-    config = DataConfig(data_path=prefix, split="1,0,0", seq_length=40)
+    config = DataConfig(data_path=(prefix,), split="1,0,0", seq_length=40)
     with pytest.raises(ValueError, match="its train share has 4 documents with 40 tokens, .* takes 41"):
         build_gpt_datasets(config, num_samples=(8, 0, 0), seed=5, eod_id=None)
 
 
 def test_what_cannot_be_read_is_told_with_the_flag(tmp_path: Path) -> None:
-    def build(path: str | None) -> None:
-        build_gpt_datasets(DataConfig(data_path=path, seq_length=4), num_samples=(8, 0, 0), seed=5, eod_id=None)
+    def build(*path: str) -> None:
+        build_gpt_datasets(DataConfig(data_path=path or None, seq_length=4), num_samples=(8, 0, 0), seed=5, eod_id=None)
 
     with pytest.raises(ValueError, match="--data-path is missing"):
-        build(None)
+        build()
     with pytest.raises(ValueError, match=r"--data-path .*nothing: .*nothing.idx is missing"):
         build(str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match="holds float64 numbers: token ids are integers"):
@@ -134,6 +137,6 @@ def test_what_cannot_be_read_is_told_with_the_flag(tmp_path: Path) -> None:
 
 def test_complaints_of_the_config_come_together() -> None:
     with pytest.raises(ValueError, match="--seq-length 0") as caught:
-        DataConfig(data_path="x", seq_length=0, split="x", num_workers=-1, data_impl="lazy")
+        DataConfig(data_path=("x",), seq_length=0, split="x", num_workers=-1, data_impl="lazy")
     text = str(caught.value)
     assert all(flag in text for flag in ("--split x", "--num-workers -1", "--data-impl lazy: accepted are mmap"))

@@ -55,10 +55,10 @@ def test_only_the_console_is_there_by_default() -> None:
 def test_an_interval_counts_what_was_training() -> None:
     """Four iterations in 12 s, of which 4 s were an evaluation: 2 s each."""
     now = [0.0]
-    interval = Interval(Workload(tokens=1000, flops=8e12, world_size=4, peak=2e12), clock=lambda: now[0])
+    interval = Interval(Workload(tokens=100, flops=8e11, world_size=4, peak=2e12), clock=lambda: now[0])
     for total, count in ((10.0, 4.0), (20.0, 4.0), (30.0, 8.0), (0.0, 0.0)):
         now[0] += 2.0
-        interval.add(Step(LossSum(total, count), grad_norm=total))
+        interval.add(Step(LossSum(total, count), grad_norm=total), samples=10)
         if total == 20.0:
             with interval.paused():
                 now[0] += 4.0
@@ -74,11 +74,11 @@ def test_an_interval_counts_what_was_training() -> None:
         }
     )
     now[0] += 1.0
-    interval.add(Step(LossSum(3.0, 1.0), 1.0))
+    interval.add(Step(LossSum(3.0, 1.0), 1.0), samples=10)
     assert interval.report()["ms-per-iteration"] == pytest.approx(1000.0)
 
 
 def test_no_mfu_where_the_peak_is_not_known() -> None:
     interval = Interval(Workload(1, 1.0, 1, None))
-    interval.add(Step(LossSum(1.0, 1.0), 1.0))
+    interval.add(Step(LossSum(1.0, 1.0), 1.0), samples=1)
     assert "MFU" not in interval.report()
