@@ -98,14 +98,14 @@ def _replaced(tokens: np.ndarray, ids: BertIds, draws: Draws) -> np.ndarray:
 def choose_words(sizes: np.ndarray, budget: float, draws: Draws) -> np.ndarray:
     """Which of the words with `sizes` tokens, int64 [w], are masked: bool [w].
 
-    N-grams that do not overlap are laid at random places over the words; an n-gram that meets a special token goes on
-    behind it. Their words are taken, n-gram by n-gram, as long as their tokens stay within `budget`. The next word is
-    taken with the probability that makes the expected number of tokens equal the budget, and in any case if it is the
-    first.
+    N-grams that do not overlap are laid at random places over the words. One that meets a special token goes on behind
+    it, one that meets the end goes on at the beginning: no place is more likely than another. Their words are taken,
+    n-gram by n-gram, as long as their tokens stay within `budget`. The next word is taken with the probability that
+    makes the expected number of tokens equal the budget, and in any case if it is the first.
     """
     starts, lengths = place_ngrams(len(sizes), min(len(sizes), int(np.ceil(budget))), draws)
     ends = np.cumsum(lengths)
-    words = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
+    words = (np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)) % len(sizes)
     tokens = np.cumsum(sizes[words])
     taken = int(np.searchsorted(tokens, budget, side="right"))
     if taken < len(words):
@@ -119,8 +119,9 @@ def choose_words(sizes: np.ndarray, budget: float, draws: Draws) -> np.ndarray:
 def place_ngrams(words: int, least: int, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
     """N-grams of `least` or more of `words` words in all, `1 <= least <= words`: first words and lengths, int64 [k].
 
-    Lengths are drawn first, each n with probability proportional to 1/n (the last is cut where the words end), then the
-    n-grams and the words outside them are put in random order. The order of the result says nothing about places.
+    Lengths are drawn first, each n with probability proportional to 1/n (the last is cut where no words are left), then
+    the n-grams and the words outside them are put in random order on a circle, which is opened between any two words:
+    behind the last comes the first. The order of the result says nothing about places.
     """
     weights = np.cumsum(1 / np.arange(1, MAX_NGRAM + 1))
     lengths = 1 + np.searchsorted(weights[:-1] / weights[-1], draws.uniform(least), side="right")
@@ -133,4 +134,4 @@ def place_ngrams(words: int, least: int, draws: Draws) -> tuple[np.ndarray, np.n
     order = draws.order(len(widths))
     places = np.empty(len(widths), np.int64)
     places[order] = np.cumsum(widths[order]) - widths[order]
-    return places[:k], lengths
+    return (places[:k] + draws.below(words)) % words, lengths
