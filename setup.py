@@ -24,13 +24,17 @@ setup(
         "pyyaml>=6",
         "sentencepiece>=0.2",
         "tensorboard>=2.15",
-        "tokenizers>=0.19",
+        "tokenizers>=0.20",
+        "sentencex>=1.0",
+        "backports.zstd>=1.0; python_version < '3.14'",
         "tqdm>=4.66",
     ],
     extras_require={
+        "parquet": ["pyarrow>=15"],
         "test": [
             "hypothesis",
             "mypy",
+            "pyarrow",
             "pytest",
             "ruff",
             "safetensors",

@@ -1,26 +1,30 @@
-"""JSONL text to the token files that a run reads: `python tools/preprocess_data.py --input FILE --output-prefix P ...`.
+"""Text to the token files that a run reads: `python tools/preprocess_data.py --input FILES --output-prefix P ...`.
 
-Each line is a JSON object; the text under each of `--json-keys` becomes a document of `P_KEY_document.bin/.idx`.
+Reads JSONL, plain text and Parquet, compressed or not. The text under each of `--json-keys` becomes a document of
+`P_KEY_document.bin/.idx`; with `--split-sentences` a document of several sequences in `P_KEY_sentence.bin/.idx`.
 """
 
 import contextlib
 import dataclasses
 import functools
 import os
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
 from typing import Self
 
-import numpy as np
 from tqdm import tqdm
 
 from megatron.base.compose import ComposedConfig
 from megatron.base.config import Config, choice_problems, flag, minimum_problems
-from megatron.data.corpus import Encoded, Encoder, encode_file
+from megatron.data.corpus import Encoder, encode_sources, start_pool
+from megatron.data.corpus_sets import Output, open_writers, write_encoded, write_partitions
 from megatron.data.indexed import IndexedWriter, best_dtype
-from megatron.data.records import BadRecords
+from megatron.data.inputs import FORMATS, TEXT_DOCUMENTS, cut, find_sources
+from megatron.data.records import BadRecords, Source
+from megatron.data.sentences import SentenceSplitter
 from megatron.tokenizer import TokenizerConfig, build_tokenizer
 from megatron.training.arguments import parse_composed
 from megatron.training.failure import print_problems
@@ -30,26 +34,59 @@ from megatron.training.failure import print_problems
 class PreprocessConfig(Config):
     """What is read and written."""
 
-    input: str = flag(dataclasses.MISSING, "JSONL file: one JSON object a line, in UTF-8")
+    input: tuple[str, ...] = flag(
+        dataclasses.MISSING,
+        "files or quoted globs, in UTF-8: .txt is plain text, .parquet Parquet, else JSONL (an object a line), "
+        "all but Parquet also with .gz, .zst, .xz or .bz2 behind it",
+    )
     output_prefix: str = flag(dataclasses.MISSING, "start of the output names, to which _KEY_document.bin and .idx add")
-    json_keys: tuple[str, ...] = flag(("text",), "keys of the JSON object that hold text; each gives its own output")
+    input_format: str = flag("auto", "what the files are, where their names do not tell", choices=FORMATS)
+    json_keys: tuple[str, ...] = flag(
+        ("text",), "keys of the JSON object, or columns of Parquet, that hold text; each gives its own output"
+    )
+    text_documents: str = flag(
+        "line",
+        "what is a document of plain text: a line, what stands between blank lines, or a file",
+        choices=TEXT_DOCUMENTS,
+    )
+    split_sentences: bool = flag(
+        False, "cut documents into sentences, a sequence each, into _KEY_sentence.bin and .idx"
+    )
+    lang: str = flag("en", "language whose rules end a sentence: its ISO 639 code")
     append_eod: bool = flag(False, "end each document with the tokenizer's end-of-document id")
     workers: int = flag(1, "processes that tokenise")
+    partitions: int = flag(
+        1,
+        "parts of the input, each read, tokenised and written by one process, then put together to the same output",
+    )
+    on_bad_record: str = flag(
+        "skip", "skip bad records and count them by kind, or fail at the first", choices=("skip", "fail")
+    )
     log_interval: int = flag(100, "documents between updates of the progress bar")
     dataset_impl: str = flag("mmap", "layout of the output", choices=("mmap",))
 
     def problems(self) -> list[str]:
-        found = choice_problems(self) + minimum_problems(self, 1, "workers", "log_interval")
-        if not Path(self.input).is_file():
-            found.append(f"--input {self.input}: there is no such file")
+        found = choice_problems(self) + minimum_problems(self, 1, "workers", "partitions", "log_interval")
         if len(set(self.json_keys)) < len(self.json_keys):
             found.append(f"--json-keys {' '.join(self.json_keys)}: the same key twice would be the same file twice")
-        return found
+        if not re.fullmatch("[a-z]{2,3}", self.lang):
+            found.append(f"--lang {self.lang}: expected a code of two or three letters, such as en")
+        return found + find_sources(self.input, self.input_format, self.text_documents, self.json_keys)[1]
+
+    def sources(self) -> list[Source]:
+        """The input files."""
+        return find_sources(self.input, self.input_format, self.text_documents, self.json_keys)[0]
+
+    def output(self, encoder: Encoder) -> Output:
+        """The sets to be written."""
+        level = "sentence" if self.split_sentences else "document"
+        prefixes = [f"{self.output_prefix}_{key}_{level}" for key in self.json_keys]
+        return Output(prefixes, list(self.json_keys), encoder.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class PreprocessRun(ComposedConfig):
-    """Turn JSONL text into token files."""
+    """Turn text into token files."""
 
     files: PreprocessConfig
     tokenizer: TokenizerConfig
@@ -58,19 +95,15 @@ class PreprocessRun(ComposedConfig):
 def make_encoder(run: PreprocessRun) -> Encoder:
     """The encoder that `run` asks for; also called in each worker process."""
     tokenizer = build_tokenizer(run.tokenizer)
-    return Encoder(tokenizer, run.files.json_keys, run.files.append_eod, best_dtype(tokenizer.vocab_size))
-
-
-def output_prefix(config: PreprocessConfig, key: str) -> str:
-    """The name, without extension, of the token files of `key`."""
-    return f"{config.output_prefix}_{key}_document"
+    split = SentenceSplitter(run.files.lang) if run.files.split_sentences else None
+    return Encoder(tokenizer, run.files.json_keys, run.files.append_eod, best_dtype(tokenizer.vocab_size), split)
 
 
 class Progress:
     """A progress bar over the bytes of the input that also tells documents a second."""
 
-    def __init__(self, path: str, log_interval: int) -> None:
-        self.bar = tqdm(total=os.path.getsize(path), unit="B", unit_scale=True, desc="tokenising")
+    def __init__(self, total: int, log_interval: int) -> None:
+        self.bar = tqdm(total=total, unit="B", unit_scale=True, desc="tokenising")
         self.documents = 0
         self._shown = 0
         self._interval = log_interval
@@ -82,12 +115,12 @@ class Progress:
         self._show_rate()
         self.bar.close()
 
-    def advance(self, part: Encoded) -> None:
-        """Count the documents and bytes of `part`."""
-        self.documents += part.documents
+    def advance(self, documents: int, size: int) -> None:
+        """Count documents, and bytes of the input."""
+        self.documents += documents
         if self.documents - self._shown >= self._interval:
             self._show_rate()
-        self.bar.update(part.bytes)
+        self.bar.update(size)
 
     def _show_rate(self) -> None:
         self._shown = self.documents
@@ -95,35 +128,38 @@ class Progress:
         self.bar.set_postfix_str(f"{rate:,.0f} documents/s", refresh=False)
 
 
-def write_all(
-    config: PreprocessConfig, dtype: np.dtype, parts: Iterable[Encoded], bad: BadRecords
-) -> list[IndexedWriter]:
-    """Write what `parts` hold, a set for each key, and count bad lines; the files appear when all is written."""
+def write_all(run: PreprocessRun, sources: list[Source], output: Output, bad: BadRecords) -> list[IndexedWriter]:
+    """Write all sets and count bad records; the files appear when all is written."""
+    config, make = run.files, functools.partial(make_encoder, run)
     with contextlib.ExitStack() as stack:
-        writers = [stack.enter_context(IndexedWriter(output_prefix(config, key), dtype)) for key in config.json_keys]
-        progress = stack.enter_context(Progress(config.input, config.log_interval))
-        for part in parts:
-            for writer, tokens, sizes in zip(writers, part.tokens, part.sizes, strict=True):
-                writer.add_documents(tokens, sizes)
-            for kind, line in part.bad:
-                bad.add(kind, line)
-            progress.advance(part)
+        writers = stack.enter_context(open_writers(output))
+        total = sum(os.path.getsize(source.path) for source in sources)
+        progress = stack.enter_context(Progress(total, config.log_interval))
+        if config.partitions > 1:
+            pool = start_pool(make, config.workers)
+            write_partitions(writers, output, cut(sources, config.partitions), pool, bad, progress.advance)
+        else:
+            parts = stack.enter_context(
+                contextlib.closing(encode_sources(sources, config.json_keys, make, config.workers))
+            )
+            write_encoded(writers, parts, bad, progress.advance)
         if progress.documents == 0:
-            raise ValueError("\n".join([f"--input {config.input}: it holds no usable document", *bad.report()]))
+            names = " ".join(config.input)
+            raise ValueError("\n".join([f"--input {names}: there is no usable document", *bad.report()]))
     return writers
 
 
 def preprocess(run: PreprocessRun) -> None:
     """Do what `run` asks for and say what was done."""
-    dtype = make_encoder(run).dtype  # complains here, not in a worker
+    output = run.files.output(make_encoder(run))  # complains here, not in a worker
     Path(run.files.output_prefix).parent.mkdir(parents=True, exist_ok=True)
-    bad = BadRecords()
-    with contextlib.closing(
-        encode_file(run.files.input, functools.partial(make_encoder, run), run.files.workers)
-    ) as parts:
-        writers = write_all(run.files, dtype, parts, bad)
-    for writer in writers:
-        print(f"{writer.prefix}.bin: {writer.documents:,} documents, {writer.tokens:,} tokens of {dtype.name}")
+    bad = BadRecords(fail=run.files.on_bad_record == "fail")
+    for writer in write_all(run, run.files.sources(), output, bad):
+        sentences = f" in {writer.sequences:,} sentences" if run.files.split_sentences else ""
+        print(
+            f"{writer.prefix}.bin: {writer.documents:,} documents{sentences}, {writer.tokens:,} tokens of "
+            f"{output.dtype.name}"
+        )
     for line in bad.report():
         print(line)
 

@@ -16,7 +16,9 @@ from tqdm import tqdm
 from megatron.base.compose import ComposedConfig
 from megatron.base.config import Config, flag, minimum_problems
 from megatron.base.files import atomic_write
-from megatron.data.records import NOT_UTF8, BadRecord, BadRecords, texts_of
+from megatron.data.corpus import read_all
+from megatron.data.inputs import find_sources
+from megatron.data.records import BadRecords, Source, documents_of
 from megatron.training.arguments import parse_composed
 from megatron.training.failure import print_problems
 
@@ -30,15 +32,20 @@ class TrainTokenizerConfig(Config):
 
     input: tuple[str, ...] = flag(
         dataclasses.MISSING,
-        "files to learn from, in UTF-8: JSONL where the name ends in .jsonl or .json, else plain text",
+        "files or quoted globs to learn from, in UTF-8: .txt is plain text, .parquet Parquet, any other name JSONL, "
+        "all but Parquet also with .gz, .zst, .xz or .bz2 behind it",
     )
     output_dir: str = flag(dataclasses.MISSING, "folder in which vocab.json and merges.txt are written")
-    json_key: str = flag("text", "key of the JSON objects of JSONL files that holds the text")
+    json_key: str = flag("text", "key of the JSON object, or column of Parquet, that holds the text")
     vocab_size: int = flag(4096, "ids of the finished tokenizer, the end of text included")
 
     def problems(self) -> list[str]:
-        absent = [f"--input {path}: there is no such file" for path in self.input if not Path(path).is_file()]
+        absent = find_sources(self.input, "auto", "line", [self.json_key])[1]
         return absent + minimum_problems(self, _SMALLEST, "vocab_size")
+
+    def sources(self) -> list[Source]:
+        """The input files."""
+        return find_sources(self.input, "auto", "line", [self.json_key])[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,32 +55,21 @@ class TrainTokenizerRun(ComposedConfig):
     files: TrainTokenizerConfig
 
 
-def texts(config: TrainTokenizerConfig, bad: dict[str, BadRecords]) -> Iterator[str]:
-    """The texts of all files with a progress bar over their bytes; lines without one are counted in `bad` by file."""
-    total = sum(os.path.getsize(path) for path in config.input)
+def texts(config: TrainTokenizerConfig, bad: BadRecords) -> Iterator[str]:
+    """The texts of all files with a progress bar over their bytes; records without one are counted in `bad`."""
+    sources = config.sources()
+    total = sum(os.path.getsize(source.path) for source in sources)
     with tqdm(total=total, unit="B", unit_scale=True, desc="reading") as bar:
-        for path in config.input:
-            bad[path] = BadRecords()
-            with open(path, "rb") as stream:
-                for number, line in enumerate(stream, start=1):
-                    bar.update(len(line))
-                    try:
-                        yield line_text(line, config.json_key if path.endswith((".jsonl", ".json")) else None)
-                    except BadRecord as error:
-                        bad[path].add(str(error), number)
+        for chunk in read_all(sources, [config.json_key]):
+            documents = documents_of(chunk, [config.json_key])
+            for text in documents.texts:
+                yield from text
+            for kind, number in documents.bad:
+                bad.add(kind, chunk.source, number)
+            bar.update(chunk.bytes)
 
 
-def line_text(line: bytes, json_key: str | None) -> str:
-    """The text under `json_key` of the JSON object on `line`, the line itself where that is None."""
-    if json_key is not None:
-        return texts_of(line, [json_key])[0]
-    try:
-        return line.decode("utf-8")
-    except UnicodeDecodeError:
-        raise BadRecord(NOT_UTF8) from None
-
-
-def train(config: TrainTokenizerConfig, bad: dict[str, BadRecords]) -> tuple[dict[str, int], list[str]]:
+def train(config: TrainTokenizerConfig, bad: BadRecords) -> tuple[dict[str, int], list[str]]:
     """The vocabulary, and the merges as lines of a merges.txt."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -102,23 +98,18 @@ def write(folder: Path, vocabulary: dict[str, int], merges: list[str]) -> None:
         stream.write("\n".join(["#version: 0.2", *merges]) + "\n")
 
 
-def report(bad: dict[str, BadRecords]) -> list[str]:
-    """What was skipped in each file."""
-    return [f"{path}: {line.strip()}" for path, records in bad.items() for line in records.report()]
-
-
 def train_and_write(config: TrainTokenizerConfig) -> None:
     """Do what `config` asks for and say what was done."""
-    bad: dict[str, BadRecords] = {}
+    bad = BadRecords()
     vocabulary, merges = train(config, bad)
     if not merges:
-        raise ValueError("\n".join([f"--input {' '.join(config.input)}: no text to learn from", *report(bad)]))
+        raise ValueError("\n".join([f"--input {' '.join(config.input)}: no text to learn from", *bad.report()]))
     write(Path(config.output_dir), vocabulary, merges)
     few = (
         "" if len(vocabulary) == config.vocab_size else f" (the text gives no more, {config.vocab_size} were asked for)"
     )
     print(f"{config.output_dir}: vocab.json with {len(vocabulary)} ids{few}, merges.txt with {len(merges)} merges")
-    for line in report(bad):
+    for line in bad.report():
         print(line)
 
 

@@ -1,6 +1,5 @@
-"""From a JSONL file to token ids, on as many processes as wanted, in the order of the file."""
+"""From files of text to token ids, on as many processes as wanted, in the order of the files."""
 
-import itertools
 import multiprocessing
 import os
 import signal
@@ -8,14 +7,19 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from megatron.data.records import NO_IDS, BadRecord, Chunk, read_chunks, texts_of
+from megatron.data.inputs import read_chunks
+from megatron.data.pieces import PIECE, pieces
+from megatron.data.records import NO_IDS, Chunk, Source, documents_of
 
 _CHUNK_BYTES = 1 << 18
 _CHUNKS_AHEAD = 4  # chunks a worker that wait or are done before their turn
+_BYTES_AHEAD = 1 << 26  # of text in them together, where single records are huge
+_BATCH = 2 * PIECE  # characters that are tokenised together
 
 
 class BatchTokenizer(Protocol):
@@ -24,85 +28,165 @@ class BatchTokenizer(Protocol):
     @property
     def eod(self) -> int: ...
 
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+    def tokenize(self, text: str) -> Sequence[int]: ...
+
+    def tokenize_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int]]: ...
 
 
 class Encoded(NamedTuple):
     """The documents of one chunk.
 
-    `tokens[k]` are the ids of all documents under key k, one document after another; `sizes[k]` int64 [documents].
+    For key k: `tokens[k]` are the ids of all sequences, one after another; `sizes[k]` int64 [sequences] their lengths;
+    `counts[k]` int64 [documents] the sequences of each document.
     """
 
     tokens: list[np.ndarray]
     sizes: list[np.ndarray]
-    bad: list[tuple[str, int]]  # kind and line number of each line that was skipped
-    bytes: int  # of the file that the chunk took
+    counts: list[np.ndarray]
+    source: Source
+    bad: list[tuple[str, int]]  # kind and number of each record that was skipped
+    bytes: int  # of the stored file that the chunk took
 
     @property
     def documents(self) -> int:
         """Documents under each key."""
-        return len(self.sizes[0])
+        return len(self.counts[0])
 
 
 class Encoder:
-    """Turns chunks of JSONL into ids: one document a line under each of `keys`, `append_eod` a last id for each.
+    """Turns chunks into ids: one document a record under each of `keys`, `append_eod` a last id for each document.
 
-    A line that lacks a text under any key is skipped for all of them, so that the sets of two keys stay in step.
+    A record that lacks a text under any key is skipped for all of them, so that the sets of two keys stay in step.
+    `split` cuts a text into sentences, each of which becomes a sequence; without it a document is one sequence.
     """
 
-    def __init__(self, tokenizer: BatchTokenizer, keys: Sequence[str], append_eod: bool, dtype: np.dtype) -> None:
+    def __init__(
+        self,
+        tokenizer: BatchTokenizer,
+        keys: Sequence[str],
+        append_eod: bool,
+        dtype: np.dtype,
+        split: Callable[[str], list[str]] | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.keys = keys
         self.dtype = dtype
-        self.end = [tokenizer.eod] if append_eod else []
+        self.eod = tokenizer.eod if append_eod else None
+        self.split = split
 
     def encode(self, chunk: Chunk) -> Encoded:
-        """The ids of the documents in `chunk`, and the lines that held none."""
-        records: list[list[str]] = []
-        numbers: list[int] = []
-        bad: list[tuple[str, int]] = []
-        for number, line in enumerate(chunk.lines, start=chunk.first_line):
-            try:
-                records.append(texts_of(line, self.keys))
-                numbers.append(number)
-            except BadRecord as error:
-                bad.append((str(error), number))
-        documents = [self._ids([texts[k] for texts in records]) for k in range(len(self.keys))]
-        good = [i for i in range(len(records)) if all(ids[i] for ids in documents)]
-        bad += [(NO_IDS, numbers[i]) for i in sorted(set(range(len(records))) - set(good))]
-        packed = [self._packed([ids[i] for i in good]) for ids in documents]
-        return Encoded([tokens for tokens, _ in packed], [sizes for _, sizes in packed], sorted(bad), chunk.bytes)
+        """The ids of the documents in `chunk`, and the records that held none."""
+        found = documents_of(chunk, self.keys)
+        encoded = [self._encoded([texts[k] for texts in found.texts]) for k in range(len(self.keys))]
+        good = np.logical_and.reduce([e.good for e in encoded])
+        bad = found.bad + [(NO_IDS, found.numbers[i]) for i in np.flatnonzero(~good)]
+        kept = [e.finished(good, self.eod) for e in encoded]
+        tokens, sizes, counts = ([arrays[i] for arrays in kept] for i in range(3))
+        return Encoded(tokens, sizes, counts, chunk.source, sorted(bad, key=lambda b: b[1]), chunk.bytes)
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text, none for one that the tokenizer refuses."""
+    def _encoded(self, texts: list[str]) -> "_Documents":
+        sequences = [self.split(text) for text in texts] if self.split else [[text] for text in texts]
+        cut = [list(pieces(s, self.tokenizer.tokenize)) if len(s) > _BATCH else [s] for s in chain(*sequences)]
+        tokens, sizes = self._ids(chain.from_iterable(cut))
+        refused = sizes < 0
+        in_sequence, in_document = _lengths(cut), _lengths(sequences)
+        return _Documents(
+            tokens,
+            _sums(np.maximum(sizes, 0), in_sequence),
+            in_document,
+            _sums(_sums(refused, in_sequence), in_document) == 0,
+        )
+
+    def _ids(self, texts: Iterable[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of all texts one after another, and how many each has, -1 for one that the tokenizer refuses."""
+        tokens, sizes = [np.empty(0, self.dtype)], [np.empty(0, np.int64)]
+        for batch in _batches(texts):
+            ids = self._batch_ids(batch)
+            sizes.append(np.array([-1 if i is None else len(i) for i in ids], np.int64))
+            total = int(np.maximum(sizes[-1], 0).sum())
+            tokens.append(np.fromiter(chain.from_iterable(i or () for i in ids), self.dtype, total))
+        return np.concatenate(tokens), np.concatenate(sizes)
+
+    def _batch_ids(self, texts: list[str]) -> Sequence[Sequence[int] | None]:
         try:
             return self.tokenizer.tokenize_batch(texts)
         except ValueError:
             return [self._ids_or_none(text) for text in texts]
 
-    def _ids_or_none(self, text: str) -> list[int]:
+    def _ids_or_none(self, text: str) -> Sequence[int] | None:
         try:
-            return self.tokenizer.tokenize_batch([text])[0]
+            return self.tokenizer.tokenize(text)
         except ValueError:
-            return []
-
-    def _packed(self, documents: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-        sizes = np.array([len(ids) + len(self.end) for ids in documents], np.int64)
-        stream = itertools.chain.from_iterable(itertools.chain(ids, self.end) for ids in documents)
-        return np.fromiter(stream, self.dtype, int(sizes.sum())), sizes
+            return None
 
 
-# Set in each worker process before its first chunk.
-_worker_encoder: Encoder | None = None
+class _Documents(NamedTuple):
+    """The documents of a chunk under one key, the bad ones among them."""
+
+    tokens: np.ndarray  # all ids
+    sizes: np.ndarray  # int64 [sequences]
+    counts: np.ndarray  # int64 [documents], sequences of each
+    understood: np.ndarray  # bool [documents]
+
+    @property
+    def good(self) -> np.ndarray:
+        """Which documents have ids: bool [documents]."""
+        return self.understood & (_sums(self.sizes, self.counts) > 0)
+
+    def finished(self, good: np.ndarray, eod: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, sizes and counts of the `good` documents without empty sequences, `eod` behind each document."""
+        kept = np.repeat(good, self.counts) & (self.sizes > 0)
+        tokens, sizes = self.tokens, self.sizes
+        if not good.all():
+            tokens = tokens[np.repeat(kept, sizes)]
+        counts = _sums(kept, self.counts)[good]
+        sizes = sizes[kept]
+        if eod is not None:
+            last = np.cumsum(counts) - 1  # the last sequence of each document
+            tokens = np.insert(tokens, np.cumsum(sizes)[last], eod)
+            sizes[last] += 1
+        return tokens, sizes, counts
 
 
-def _start_worker(make_encoder: Callable[[], Encoder]) -> None:
+def _lengths(groups: Sequence[Sequence[object]]) -> np.ndarray:
+    return np.fromiter(map(len, groups), np.int64, len(groups))
+
+
+def _sums(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The sum of each group of `values`, int64 [groups]: the first `counts[0]` of them, the next `counts[1]`, ..."""
+    before = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
+    ends = np.cumsum(counts)
+    return before[ends] - before[ends - counts]
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch, total = [], 0
+    for text in texts:
+        batch.append(text)
+        total += len(text)
+        if total >= _BATCH:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
+
+
+MakeEncoder = Callable[[], Encoder]
+
+# Set in each worker process before its first task: what it works with, or why it has nothing.
+_worker_encoder: Encoder | Exception | None = None
+
+
+def _start_worker(make_encoder: MakeEncoder) -> None:
     global _worker_encoder
     # An interrupt from the keyboard reaches all processes; the parent alone acts on it and ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a process: there are as many as were asked for
-    _worker_encoder = make_encoder()
+    try:
+        _worker_encoder = make_encoder()
+    except Exception as error:  # told by the first task; a pool would print a traceback here
+        _worker_encoder = error
 
 
 def _end_with_parent() -> None:
@@ -113,37 +197,60 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _encode_in_worker(chunk: Chunk) -> Encoded:
+def worker_encoder() -> Encoder:
+    """The encoder of this worker process."""
     assert _worker_encoder is not None
-    return _worker_encoder.encode(chunk)
+    if isinstance(_worker_encoder, Exception):
+        raise _worker_encoder
+    return _worker_encoder
 
 
-def encode_file(path: str, make_encoder: Callable[[], Encoder], workers: int) -> Generator[Encoded, None, None]:
-    """The chunks of the JSONL file `path`, encoded, in the order of the file.
-
-    With one worker this process does it; with more, that many processes do, each with an encoder of its own from
-    `make_encoder` (which is pickled). Only a few chunks are in memory at a time. Raises
-    `concurrent.futures.BrokenExecutor` where a process dies.
-    """
-    with open(path, "rb") as stream:
-        chunks = read_chunks(stream, _CHUNK_BYTES)
-        if workers == 1:
-            yield from map(make_encoder().encode, chunks)
-        else:
-            yield from _encode_on_workers(chunks, make_encoder, workers)
-
-
-def _encode_on_workers(chunks: Iterable[Chunk], make_encoder: Callable[[], Encoder], workers: int) -> Iterator[Encoded]:
+def start_pool(make_encoder: MakeEncoder, workers: int) -> ProcessPoolExecutor:
+    """A pool of processes with an encoder each from `make_encoder`, which is pickled."""
     # spawn: a fork could copy a thread pool of the tokenizer in a state that never ends
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(make_encoder,))
-    pending: deque[Future[Encoded]] = deque()
+    return ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(make_encoder,))
+
+
+def _encode_in_worker(chunk: Chunk) -> Encoded:
+    return worker_encoder().encode(chunk)
+
+
+def read_all(sources: Sequence[Source], keys: Sequence[str]) -> Iterator[Chunk]:
+    """The chunks of all sources."""
+    for source in sources:
+        yield from read_chunks(source, keys, _CHUNK_BYTES)
+
+
+def encode_sources(
+    sources: Sequence[Source], keys: Sequence[str], make_encoder: MakeEncoder, workers: int
+) -> Generator[Encoded, None, None]:
+    """The chunks of `sources`, encoded, in their order.
+
+    With one worker this process does it; with more, that many processes do. Only a few chunks are in memory at a time.
+    Raises `concurrent.futures.BrokenExecutor` where a process dies.
+    """
+    chunks = read_all(sources, keys)
+    if workers == 1:
+        yield from map(make_encoder().encode, chunks)
+    else:
+        yield from _encode_on_workers(chunks, make_encoder, workers)
+
+
+def _encode_on_workers(chunks: Iterable[Chunk], make_encoder: MakeEncoder, workers: int) -> Iterator[Encoded]:
+    pool = start_pool(make_encoder, workers)
+    pending: deque[tuple[int, Future[Encoded]]] = deque()
+    waiting = 0
     try:
         for chunk in chunks:
-            pending.append(pool.submit(_encode_in_worker, chunk))
-            if len(pending) >= workers * _CHUNKS_AHEAD:
-                yield pending.popleft().result()
+            size = chunk.text_bytes()
+            while pending and (len(pending) >= workers * _CHUNKS_AHEAD or waiting + size > _BYTES_AHEAD):
+                done, future = pending.popleft()
+                waiting -= done
+                yield future.result()
+            pending.append((size, pool.submit(_encode_in_worker, chunk)))
+            waiting += size
         while pending:
-            yield pending.popleft().result()
+            yield pending.popleft()[1].result()
     finally:
         pool.shutdown(cancel_futures=True)

@@ -94,6 +94,17 @@ class IndexedDataset:
             raise ValueError(f"{self.prefix}.idx: sequence {i} does not lie inside {self.prefix}.bin: it is damaged")
         return self._tokens[start + offset : start + stop]
 
+    def get_run(self, first: int, last: int) -> np.ndarray:
+        """Tokens of sequences `first` to `last` - 1, one after another: a view where they lie so in the file."""
+        pointers = self._pointers[first:last]
+        sizes = self.sizes[first:last].astype(np.int64)
+        if len(sizes) and (np.diff(pointers) == sizes[:-1] * self.dtype.itemsize).all():
+            for end in (first, last - 1):
+                self.get(end)  # complains where it is not inside the file
+            start = int(pointers[0]) // self.dtype.itemsize
+            return self._tokens[start : start + int(sizes.sum())]
+        return np.concatenate([np.empty(0, self.dtype), *(self.get(i) for i in range(first, last))])
+
     def max_token_id(self, part: int = 0, parts: int = 1) -> int:
         """The largest id in share `part` of `parts` equal shares of the tokens; -1 when the share is empty.
 
@@ -228,10 +239,15 @@ class IndexedWriter:
         tokens = np.asarray(ids).reshape(-1)
         self.add_documents(tokens, [len(tokens)])
 
-    def add_documents(self, tokens: ArrayLike, sizes: ArrayLike) -> None:
-        """Append documents of one sequence each: `tokens` [sum of sizes] one after another, `sizes` [documents]."""
+    def add_documents(self, tokens: ArrayLike, sizes: ArrayLike, counts: ArrayLike | None = None) -> None:
+        """Append documents: `tokens` [sum of sizes] one after another, `sizes` [sequences], `counts` [documents].
+
+        `counts` are the sequences of each document, one each where it is None.
+        """
         lengths = np.asarray(sizes, np.int64)
-        self._append(np.asarray(tokens), lengths, self.sequences + 1 + np.arange(len(lengths)))
+        per_document = np.ones(len(lengths), np.int64) if counts is None else np.asarray(counts, np.int64)
+        assert per_document.sum() == len(lengths), "the counts do not add up to the sequences"
+        self._append(np.asarray(tokens), lengths, self.sequences + np.cumsum(per_document))
 
     def add_sequences(self, sequences: Iterable[ArrayLike]) -> None:
         """Append one document that is made of several sequences (sentences), each [n]."""

@@ -1,13 +1,15 @@
-"""Lines of a JSONL file: the texts that they hold, and a count of those that hold none."""
+"""Records of a corpus: where they come from, the texts that they hold, and a count of those that hold none."""
 
+import functools
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import IO, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-# Why a line is skipped.
+# Why a record is skipped.
 NOT_UTF8 = "not UTF-8"
 NOT_JSON = "not valid JSON"
+CUT = "cut off before its end"
 NOT_OBJECT = "not a JSON object"
 NO_KEY = "key missing"
 NOT_STRING = "not a string"
@@ -15,62 +17,124 @@ SURROGATE = "lone surrogate, which is no character"
 EMPTY = "empty"
 NO_IDS = "not understood by the tokenizer"
 
-_SHOWN = 3  # line numbers kept of each kind
-_UTF8_BOM = b"\xef\xbb\xbf"
+_SHOWN = 3  # places kept of each kind
+_COUNTED_TOGETHER = 1 << 24  # bytes
+_LONGEST_ESCAPE = 6  # backslash, u and four digits
 
 
-class BadRecord(Exception):
-    """A line without the texts asked for; its only argument is the kind, one of the constants above."""
+class Source(NamedTuple):
+    """A file, or the lines of it that start at byte `start` or later and before byte `stop`.
+
+    `layout` tells what a record is: "jsonl" (an object a line), "line", "blank-line" and "file" (plain text: a line,
+    what stands between blank lines, all of it) or "parquet" (a row).
+    """
+
+    path: str
+    layout: str
+    start: int = 0
+    stop: int | None = None
+
+    def place(self, number: int) -> str:
+        """`FILE:LINE` of record `number` of this source, from 1; for Parquet the row."""
+        return f"{self.path}:{number + _lines_before(self.path, self.start)}"
 
 
-class BadRecords:
-    """Skipped lines counted by kind, with the numbers of the first few of each."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.first_lines: dict[str, list[int]] = {}
-
-    def add(self, kind: str, line: int) -> None:
-        """Count line number `line`, from 1."""
-        self.counts[kind] += 1
-        lines = self.first_lines.setdefault(kind, [])
-        if len(lines) < _SHOWN:
-            lines.append(line)
-
-    def report(self) -> list[str]:
-        """A sentence for all and one for each kind, most frequent first; nothing where no line was skipped."""
-        if not self.counts:
-            return []
-        lines = [f"skipped {self.counts.total()} bad lines"]
-        for kind, count in self.counts.most_common():
-            shown = ", ".join(map(str, self.first_lines[kind]))
-            more = ", ..." if count > _SHOWN else ""
-            lines.append(f"  {count} {kind}: line {shown}{more}")
-        return lines
+@functools.lru_cache(maxsize=16)
+def _lines_before(path: str, offset: int) -> int:
+    """How many lines of a file start before byte `offset`."""
+    if offset == 0:
+        return 0
+    count, left = 1, offset - 1  # the first line, and one behind each line feed
+    with open(path, "rb") as stream:
+        while left and (block := stream.read(min(left, _COUNTED_TOGETHER))):
+            count += block.count(b"\n")
+            left -= len(block)
+    return count
 
 
 class Chunk(NamedTuple):
-    """Consecutive lines of a file."""
+    """Consecutive records of one source.
 
-    first_line: int  # from 1
-    lines: list[bytes]
-    bytes: int
-
-
-def read_chunks(stream: IO[bytes], chunk_bytes: int) -> Iterator[Chunk]:
-    """The lines of a binary stream, cut at line feeds only, in chunks of about `chunk_bytes`.
-
-    A byte order mark before the first line is dropped.
+    A record is the bytes of a line or a document or, from Parquet, the bytes under each key, None where there is no
+    text.
     """
-    first, lines, total = 1, [], 0
-    for number, line in enumerate(stream, start=1):
-        total += len(line)
-        lines.append(line.removeprefix(_UTF8_BOM) if number == 1 else line)
-        if total >= chunk_bytes:
-            yield Chunk(first, lines, total)
-            first, lines, total = number + 1, [], 0
-    if lines:
-        yield Chunk(first, lines, total)
+
+    source: Source
+    numbers: Sequence[int]  # line (or row) at which each record starts, from 1 within the source
+    records: Sequence[bytes | tuple[bytes | None, ...]]
+    bytes: int  # of the file as it is stored, that were read for it
+
+    def text_bytes(self) -> int:
+        """What the records take in memory."""
+        return sum(len(cell or b"") for r in self.records for cell in (r if isinstance(r, tuple) else (r,)))
+
+
+class BadRecord(Exception):
+    """A record without the texts asked for; its only argument is the kind, one of the constants above."""
+
+
+class BadRecords:
+    """Skipped records counted by kind, with the places of the first few of each.
+
+    With `fail` the first one that is added is a ValueError that names its place.
+    """
+
+    def __init__(self, fail: bool = False) -> None:
+        self.fail = fail
+        self.counts: Counter[str] = Counter()
+        self.first_places: dict[str, list[str]] = {}
+
+    def add(self, kind: str, source: Source, number: int) -> None:
+        """Count record `number` of `source`."""
+        if self.fail:
+            raise ValueError(f"{source.place(number)}: {kind}; --on-bad-record skip goes on without it")
+        self.counts[kind] += 1
+        places = self.first_places.setdefault(kind, [])
+        if len(places) < _SHOWN:
+            places.append(source.place(number))
+
+    def merge(self, later: "BadRecords") -> None:
+        """Add what was counted in a later part of the input."""
+        self.counts += later.counts
+        for kind, places in later.first_places.items():
+            known = self.first_places.setdefault(kind, [])
+            known += places[: _SHOWN - len(known)]
+
+    def report(self) -> list[str]:
+        """A sentence for all and one for each kind, most frequent first; nothing where nothing was skipped."""
+        if not self.counts:
+            return []
+        lines = [f"skipped {self.counts.total()} bad records"]
+        for kind, count in self.counts.most_common():
+            more = ", ..." if count > _SHOWN else ""
+            lines.append(f"  {count} {kind}: {', '.join(self.first_places[kind])}{more}")
+        return lines
+
+
+class Documents(NamedTuple):
+    """The texts of a chunk, and its records that hold none."""
+
+    texts: list[list[str]]  # one for each key
+    numbers: list[int]
+    bad: list[tuple[str, int]]  # kind and number
+
+
+def documents_of(chunk: Chunk, keys: Sequence[str]) -> Documents:
+    """The texts in `chunk` under each of `keys`; a record that lacks one of them is bad."""
+    documents = Documents([], [], [])
+    for number, record in zip(chunk.numbers, chunk.records, strict=True):
+        try:
+            documents.texts.append(_texts(record, chunk.source.layout, keys))
+            documents.numbers.append(number)
+        except BadRecord as error:
+            documents.bad.append((str(error), number))
+    return documents
+
+
+def _texts(record: bytes | tuple[bytes | None, ...], layout: str, keys: Sequence[str]) -> list[str]:
+    if isinstance(record, tuple):
+        return [_cell_text(cell) for cell in record]
+    return texts_of(record, keys) if layout == "jsonl" else [plain_text(record)]
 
 
 def texts_of(line: bytes, keys: Sequence[str]) -> list[str]:
@@ -91,20 +155,51 @@ def texts_of(line: bytes, keys: Sequence[str]) -> list[str]:
     return texts
 
 
-def _parsed(line: bytes) -> dict[str, object]:
+def plain_text(document: bytes) -> str:
+    """The text of a document of plain text, without the line break at its end; raises `BadRecord`."""
+    text = _decoded(document.removesuffix(b"\n").removesuffix(b"\r"))
+    if not text.strip():
+        raise BadRecord(EMPTY)
+    return text
+
+
+def _cell_text(cell: bytes | None) -> str:
+    if cell is None:
+        raise BadRecord(NOT_STRING)
+    if not cell:
+        raise BadRecord(EMPTY)
+    return _decoded(cell)
+
+
+def _decoded(data: bytes) -> str:
     try:
-        text = line.decode("utf-8")
-    except UnicodeDecodeError:
-        raise BadRecord(NOT_UTF8) from None
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        cut = error.reason == "unexpected end of data"
+        raise BadRecord(CUT if cut else NOT_UTF8) from None
+
+
+def _parsed(line: bytes) -> dict[str, object]:
+    text = _decoded(line.rstrip(b"\r\n"))
     if not text.strip():
         raise BadRecord(EMPTY)
     try:
         record = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise BadRecord(CUT if _stopped_at_the_end(error) else NOT_JSON) from None
     except (ValueError, RecursionError):
         raise BadRecord(NOT_JSON) from None
     if not isinstance(record, dict):
         raise BadRecord(NOT_OBJECT)
     return record
+
+
+def _stopped_at_the_end(error: json.JSONDecodeError) -> bool:
+    """Whether what is there could have become JSON, had the line gone on."""
+    if error.msg.startswith("Unterminated string"):
+        return True
+    end = len(error.doc.rstrip())
+    return error.pos >= end or (error.msg.startswith("Invalid \\uXXXX") and error.pos > end - _LONGEST_ESCAPE)
 
 
 def _has_surrogate(text: str) -> bool:

@@ -10,14 +10,15 @@ from pathlib import Path
 PARENT = """
 import functools, multiprocessing, sys, time
 import numpy as np
-from megatron.data.corpus import Encoder, encode_file
+from megatron.data.corpus import Encoder, encode_sources
+from megatron.data.records import Source
 from megatron.tokenizer.null import NullTokenizer
 
 def make_encoder():
     return Encoder(NullTokenizer(10), ["text"], False, np.dtype("u2"))
 
 if __name__ == "__main__":
-    parts = encode_file(sys.argv[1], make_encoder, 2)
+    parts = encode_sources([Source(sys.argv[1], "jsonl")], ["text"], make_encoder, 2)
     next(parts)
     print(*[child.pid for child in multiprocessing.active_children()], flush=True)
     time.sleep(60)

@@ -1,12 +1,11 @@
 """Lines of JSONL: texts, and every way in which a line can be bad."""
 
-import io
-import itertools
 import json
+from pathlib import Path
 
 import pytest
 
-from megatron.data.records import BadRecord, BadRecords, read_chunks, texts_of
+from megatron.data.records import BadRecord, BadRecords, Source, texts_of
 
 
 @pytest.mark.parametrize(
@@ -14,8 +13,15 @@ from megatron.data.records import BadRecord, BadRecords, read_chunks, texts_of
     [
         (b"\n", "empty"),
         (b'{"text": ""}\n', "empty"),
-        (b'{"text": "cut off', "not valid JSON"),
-        (b"[" * 100_000, "not valid JSON"),
+        (b'{"text": "cut off', "cut off before its end"),
+        (b'{"text": "cut off"\n', "cut off before its end"),
+        (b'{"text": "cut off\\u12\r\n', "cut off before its end"),
+        (b'{"text": "caf\xc3\n', "cut off before its end"),
+        (b"{", "cut off before its end"),
+        (b'{"text": "a"} {"text": "b"}\n', "not valid JSON"),
+        (b'{"text": "\\u12 and more than that"}\n', "not valid JSON"),
+        (b"text\n", "not valid JSON"),
+        (b"[" * 100_000 + b"]", "not valid JSON"),
         (b'{"text": %s}' % (b"9" * 5000), "not valid JSON"),
         (b'["text"]\n', "not a JSON object"),
         (b'{"title": "a"}\n', "key missing"),
@@ -38,24 +44,40 @@ def test_unusual_text_goes_through(text: str) -> None:
         assert texts_of(line, ["text", "title"]) == [text, "t"]
 
 
-def test_chunks_are_whole_lines_and_leave_nothing_out() -> None:
-    lines = [b"%d" % i * (i % 5) + b"\xe2\x80\xa8\r\n" for i in range(50)] + [b"last, without line feed"]
-    chunks = list(read_chunks(io.BytesIO(b"\xef\xbb\xbf" + b"".join(lines)), 40))
-    assert [line for chunk in chunks for line in chunk.lines] == lines
-    before = itertools.accumulate((len(chunk.lines) for chunk in chunks), initial=0)
-    assert [chunk.first_line for chunk in chunks] == [1 + count for count in before][:-1]
-    assert sum(chunk.bytes for chunk in chunks) == 3 + sum(map(len, lines))
-    assert len(chunks) > 5
-
-
-def test_the_report_counts_and_names_the_first_lines() -> None:
+def test_the_report_counts_and_names_the_first_places(tmp_path: Path) -> None:
+    source = Source(str(tmp_path / "x"), "jsonl")
     bad = BadRecords()
     assert bad.report() == []
     for line in range(10, 15):
-        bad.add("empty", line)
-    bad.add("not UTF-8", 12)
+        bad.add("empty", source, line)
+    bad.add("not UTF-8", source, 12)
     assert bad.report() == [
-        "skipped 6 bad lines",
-        "  5 empty: line 10, 11, 12, ...",
-        "  1 not UTF-8: line 12",
+        "skipped 6 bad records",
+        f"  5 empty: {source.path}:10, {source.path}:11, {source.path}:12, ...",
+        f"  1 not UTF-8: {source.path}:12",
     ]
+
+
+def test_counts_of_parts_add_up_as_if_it_had_been_one() -> None:
+    source, whole, parts = Source("x", "jsonl"), BadRecords(), [BadRecords() for _ in range(3)]
+    for line, kind in enumerate(["a", "b", "a", "a", "b", "a", "c"]):
+        whole.add(kind, source, line)
+        parts[line // 3].add(kind, source, line)
+    together = BadRecords()
+    for part in parts:
+        together.merge(part)
+    assert together.report() == whole.report()
+
+
+def test_the_first_bad_record_can_end_it() -> None:
+    with pytest.raises(ValueError, match=r"x.jsonl:7: empty"):
+        BadRecords(fail=True).add("empty", Source("x.jsonl", "jsonl"), 7)
+
+
+@pytest.mark.parametrize("start", range(12))
+def test_the_place_in_the_middle_of_a_file_counts_from_its_start(tmp_path: Path, start: int) -> None:
+    (tmp_path / "x").write_bytes(b"ab\n\ncdef\ng\n")  # lines start at 0, 3, 4, 9
+    source = Source(str(tmp_path / "x"), "jsonl", start)
+    first = 1 + sum(begin < start for begin in (0, 3, 4, 9))
+    if first <= 4:
+        assert source.place(1) == f"{tmp_path / 'x'}:{first}"

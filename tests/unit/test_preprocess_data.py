@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from tools import preprocess_data, train_tokenizer
 
+MAKE_ENCODER = preprocess_data.make_encoder
 TEXTS = [f"Document {i}: " + "the quick brown fox, " * (i % 7) + "caf\u00e9 \U0001f600.\n" for i in range(60)]
 
 
@@ -76,7 +78,8 @@ def test_training_complains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert train_tokenizer.main(["--input", str(tmp_path / "bad.jsonl"), "--output-dir", str(target)]) == 2
     told = capsys.readouterr().err
     assert "no text to learn from" in told
-    assert "1 key missing: line 1" in told
+    assert "1 key missing: " in told
+    assert "bad.jsonl:1" in told
     assert "Traceback" not in told
     assert not target.exists()
 
@@ -129,9 +132,10 @@ def test_bad_lines_are_skipped_and_counted(tmp_path: Path, trained: Path, capsys
     assert preprocess_data.main([*words, *tokenizer_flags(trained)]) == 0
     assert documents_of(tmp_path / "x_text_document") == [tokenizer_of(trained).tokenize("good")] * 2
     told = capsys.readouterr().out.splitlines()
-    assert "skipped 9 bad lines" in told
-    assert "  2 empty: line 2, 7" in told
-    assert "  2 not valid JSON: line 3, 10" in told
+    name = tmp_path / "x.jsonl"
+    assert "skipped 9 bad records" in told
+    assert f"  2 empty: {name}:2, {name}:7" in told
+    assert f"  2 cut off before its end: {name}:3, {name}:10" in told
     for kind, line in (
         ("not a JSON object", 4),
         ("key missing", 5),
@@ -139,7 +143,7 @@ def test_bad_lines_are_skipped_and_counted(tmp_path: Path, trained: Path, capsys
         ("not UTF-8", 8),
         ("lone surrogate, which is no character", 9),
     ):
-        assert f"  1 {kind}: line {line}" in told
+        assert f"  1 {kind}: {name}:{line}" in told
 
 
 def test_text_that_the_tokenizer_refuses_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +151,8 @@ def test_text_that_the_tokenizer_refuses_is_counted(tmp_path: Path, capsys: pyte
     words = ["--input", str(corpus), "--output-prefix", str(tmp_path / "x"), "--append-eod"]
     assert preprocess_data.main([*words, "--tokenizer-type", "NullTokenizer", "--vocab-size", "10"]) == 0
     assert documents_of(tmp_path / "x_text_document") == [[1, 2, 3, 9], [0, 9, 9]]
-    assert "  3 not understood by the tokenizer: line 2, 3, 4" in capsys.readouterr().out
+    places = ", ".join(f"{corpus}:{line}" for line in (2, 3, 4))
+    assert f"  3 not understood by the tokenizer: {places}" in capsys.readouterr().out
 
 
 def test_a_large_vocabulary_takes_wider_elements(tmp_path: Path) -> None:
@@ -185,8 +190,8 @@ def test_a_failure_leaves_the_old_set(
     (tmp_path / "empty.jsonl").write_text("{\n", encoding="utf-8")
     assert preprocess_data.main(["--input", str(tmp_path / "empty.jsonl"), *words]) == 2
     told = capsys.readouterr().err
-    assert "it holds no usable document" in told
-    assert "1 not valid JSON: line 1" in told
+    assert "there is no usable document" in told
+    assert "1 cut off before its end: " in told
     assert documents_of(tmp_path / "x_text_document") == [tokenizer_of(trained).tokenize("old")]
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"x.jsonl", "empty.jsonl", "x_text_document.bin", "x_text_document.idx"}
@@ -206,24 +211,52 @@ def test_an_end_of_document_that_the_tokenizer_lacks_is_told_before_anything(
     assert not list(tmp_path.glob("*_document*"))
 
 
+@pytest.mark.parametrize("more", [[], ["--partitions", "3"]])
 def test_a_worker_that_dies_ends_the_run(
-    tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, trained: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: list[str]
 ) -> None:
     corpus = write_jsonl(tmp_path / "x.jsonl", TEXTS)
-    # Files that vanish between the check in this process and the start of the workers make every worker fail.
+    monkeypatch.setattr(preprocess_data, "make_encoder", EncoderThatDies())
+    words = ["--input", str(corpus), "--output-prefix", str(tmp_path / "x"), "--workers", "2"]
+    assert preprocess_data.main([*words, *more, *tokenizer_flags(trained)]) == 1
+    told = capfd.readouterr().err
+    assert "a worker process died" in told
+    assert "Traceback" not in told
+    assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
+
+
+@pytest.mark.parametrize("more", [[], ["--partitions", "3"]])
+def test_files_that_vanish_before_the_workers_start_are_told(
+    tmp_path: Path, trained: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    corpus = write_jsonl(tmp_path / "x.jsonl", TEXTS)
     copies = tmp_path / "tokenizer"
     copies.mkdir()
     for name in ("vocab.json", "merges.txt"):
         (copies / name).write_bytes((trained / name).read_bytes())
-    encode_file = preprocess_data.encode_file
+    write_all = preprocess_data.write_all
 
-    def lose_files(*arguments: object) -> object:
+    def lose_files(*arguments: Any) -> Any:
         for path in copies.iterdir():
             path.unlink()
-        return encode_file(*arguments)  # type: ignore[arg-type]
+        return write_all(*arguments)
 
-    monkeypatch.setattr(preprocess_data, "encode_file", lose_files)
+    monkeypatch.setattr(preprocess_data, "write_all", lose_files)
     words = ["--input", str(corpus), "--output-prefix", str(tmp_path / "x"), "--workers", "2"]
-    assert preprocess_data.main([*words, *tokenizer_flags(copies)]) == 1
-    assert "a worker process died" in capsys.readouterr().err
+    assert preprocess_data.main([*words, *more, *tokenizer_flags(copies)]) == 2
+    told = capfd.readouterr().err
+    assert "vocab.json cannot be read: No such file or directory" in told
+    assert "Traceback" not in told
     assert not list(tmp_path.glob("*x_text*"))
+
+
+class EncoderThatDies:
+    """Makes the encoder in this process and ends any other one that asks for it."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+
+    def __call__(self, run: Any) -> Any:
+        if os.getpid() != self.process:
+            os._exit(9)
+        return MAKE_ENCODER(run)
