@@ -1,13 +1,14 @@
 """Samples for BERT: pairs of segments whose order is to be told, with tokens to be predicted."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from megatron.data.bert_config import BertDataConfig
 from megatron.data.bert_draws import Draws
-from megatron.data.bert_mapping import SHORTEST, build_bert_mapping
+from megatron.data.bert_mapping import SHORTEST, BertMapping, build_bert_mapping
 from megatron.data.bert_masking import NOT_MASKED, BertIds, mask_tokens
 from megatron.data.indexed import IndexedDataset
-from megatron.data.splits import SPLIT_NAMES, parse_split, split_boundaries
 
 
 class BertDataset:
@@ -30,8 +31,8 @@ class BertDataset:
     Item i depends on the seed, on i and on its sentences alone: it is the same on every rank, in every worker and
     after a resume. A document comes back in a later epoch under another number, so with other masks.
 
-    Documents of one sentence have no order that could be told. As in Megatron-LM they make no pairs; `left_out` counts
-    them and `report()` tells it. Without pairs they are used.
+    Documents of one sentence have no order that could be told. As in Megatron-LM they make no pairs; `report()` tells
+    how many they are. Without pairs they are used.
 
     Args:
         indexed: a set of sentences (`PREFIX_KEY_sentence`), whose document index says which belong together.
@@ -39,6 +40,7 @@ class BertDataset:
         num_samples: how many samples will be asked for at least: the documents are repeated as often as it takes. None
             is one pass. `len()` may be larger: it counts all samples of the last pass.
         name: what complaints call it.
+        make_mapping: gives the map in place of computing it from the other arguments.
 
     Raises ValueError where no document makes a sample, or tokens are no integers; an item, where it holds an id outside
     the vocabulary.
@@ -55,26 +57,25 @@ class BertDataset:
         config: BertDataConfig,
         *,
         name: str = "train",
+        make_mapping: Callable[[], BertMapping] | None = None,
     ) -> None:
         if indexed.dtype.kind == "f":
             raise ValueError(f"{indexed.prefix}.bin holds {indexed.dtype.name} numbers: token ids are integers")
         self.indexed = indexed
         self.seq_length = seq_length
         self.name = name
+        self.asked = num_samples
         self.documents = len(documents) - 1
         self._seed = seed
         self._ids = ids
         self._mask_prob = config.mask_prob
         self._pairs = not config.bert_no_binary_head
-        self.mapping = build_bert_mapping(
-            indexed.sizes,
-            documents,
-            num_samples,
-            max_tokens(seq_length, pairs=self._pairs),
-            config.short_seq_prob,
-            seed,
-            pairs=self._pairs,
-        )
+        room = max_tokens(seq_length, pairs=self._pairs)
+        if make_mapping is None:
+            sizes, short = indexed.sizes, config.short_seq_prob
+            self.mapping = build_bert_mapping(sizes, documents, num_samples, room, short, seed, pairs=self._pairs)
+        else:
+            self.mapping = make_mapping()
         self._check_has_samples()
 
     def __len__(self) -> int:
@@ -88,16 +89,21 @@ class BertDataset:
         segments, swapped = self._segments(first, end, target, draws)
         return self._item(segments, swapped, draws)
 
+    def epochs(self, samples: int) -> float:
+        """How often `samples` samples go through the documents."""
+        return samples * self.mapping.epochs / len(self)
+
     def report(self) -> list[str]:
-        """What was made of the documents, in sentences."""
+        """What was made of the documents: a line, and one more where some are left out."""
+        samples = len(self) if self.asked is None else self.asked
         found = [
-            f"{self.indexed.prefix}: {len(self)} {self.name} samples from {self.documents} documents, "
-            f"epochs: {self.mapping.epochs}"
+            f"{self.name}: {samples:,} samples from {self.indexed.prefix}, {self.epochs(samples):.3f} epochs of "
+            f"{self.documents:,} documents"
         ]
         if self.mapping.left_out:
             found.append(
-                f"{self.indexed.prefix}: {self.mapping.left_out} of these documents are left out, as they have one "
-                "sentence and so no order to predict"
+                f"{self.name}: {self.mapping.left_out:,} of these documents are left out, as they have one sentence "
+                "and so no order to predict"
             )
         return found
 
@@ -181,37 +187,3 @@ def shortened(a: int, b: int, target: int) -> tuple[int, int]:
         return a, b
     shorter = min(a, b, target // 2)
     return (shorter, target - shorter) if shorter == a < b else (target - shorter, shorter)
-
-
-def build_bert_datasets(
-    indexed: IndexedDataset,
-    split: str,
-    seq_length: int,
-    config: BertDataConfig,
-    *,
-    num_samples: tuple[int | None, int | None, int | None],
-    seed: int,
-    ids: BertIds,
-) -> tuple[BertDataset | None, BertDataset | None, BertDataset | None]:
-    """Train, validation and test dataset of one set of sentences, split over its documents as `--split` says.
-
-    None stands for a dataset of which 0 samples are asked, and for a validation or test share without documents.
-
-    Args:
-        num_samples: samples asked for of each; None is one pass over its documents.
-
-    Raises ValueError where the train share is empty or any share that is asked for makes no sample.
-    """
-    count = len(indexed.document_indices) - 1
-    boundaries = split_boundaries(parse_split(split), count)
-    if num_samples[0] != 0 and boundaries[1] == 0:
-        raise ValueError(f"--split {split}: it leaves none of the {count} documents of {indexed.prefix} for training")
-
-    def build(share: int) -> BertDataset | None:
-        begin, end = boundaries[share], boundaries[share + 1]
-        if num_samples[share] == 0 or begin == end:
-            return None
-        documents, name = indexed.document_indices[begin : end + 1], SPLIT_NAMES[share]
-        return BertDataset(indexed, documents, num_samples[share], seq_length, seed, ids, config, name=name)
-
-    return build(0), build(1), build(2)

@@ -8,13 +8,15 @@ shuffled by itself, so that no sentence comes for the second time before all hav
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from megatron.data.bert_draws import Draws, hashed
+from megatron.data.cache import Stored
 
+VERSION = 1  # of the rows; part of the key under which they are kept
 _BLOCK = 1 << 20  # sentences looked at together
 _FEW = 32  # documents too few to be stepped through together
 SHORTEST = 2  # tokens of the shortest sample: one for each segment of a pair
@@ -34,6 +36,20 @@ class BertMapping:
     rows: np.ndarray
     epochs: int
     left_out: int
+    source: Stored | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def stored(self) -> Stored:
+        """The rows and numbers as a cache keeps them."""
+        return Stored({"rows": self.rows}, {"epochs": self.epochs, "left_out": self.left_out})
+
+    @classmethod
+    def from_stored(cls, stored: Stored) -> Self:
+        """What `stored` gave."""
+        return cls(stored.arrays["rows"], stored.facts["epochs"], stored.facts["left_out"], source=stored)
+
+    def __reduce__(self) -> tuple[Callable[[Stored], Self], tuple[Stored]]:
+        # A worker process that does not inherit memory opens the files of the cache itself.
+        return type(self).from_stored, (self.source or self.stored(),)
 
 
 def build_bert_mapping(

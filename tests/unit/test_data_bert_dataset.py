@@ -3,6 +3,7 @@
 import hashlib
 import math
 import multiprocessing
+import pickle
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -14,9 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.base.complaints import ConfigError
+from megatron.data import bert_build
+from megatron.data.bert_build import build_bert_datasets
 from megatron.data.bert_config import BertDataConfig
-from megatron.data.bert_dataset import BertDataset, build_bert_datasets, shortened
+from megatron.data.bert_dataset import BertDataset, shortened
+from megatron.data.bert_mapping import BertMapping, build_bert_mapping
 from megatron.data.bert_masking import BertIds
+from megatron.data.cache import ArrayCache
 from megatron.data.indexed import IndexedDataset
 from tests.harness.token_files import write_token_files
 
@@ -288,7 +293,45 @@ def test_split_over_documents(tmp_path: Path) -> None:
     assert train.mapping.rows[:, 1].max() <= boundary <= valid.mapping.rows[:, 0].min()
     assert len(train) >= 100
     assert valid.mapping.epochs == 1
-    assert "valid samples from 10 documents" in valid.report()[0]
+    assert valid.report()[0].startswith(f"valid: {len(valid)} samples from {indexed.prefix}, 1.000 epochs of 10 docu")
+    assert train.report()[0].startswith("train: 100 samples from")
+    assert train.epochs(2 * len(train)) == 2 * train.mapping.epochs
+
+
+def test_the_map_is_kept_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    indexed = IndexedDataset(write_token_files(tmp_path / "set", numbered(a_corpus(50)), INT32))
+    built = []
+
+    def counted(*arguments: object, **more: object) -> BertMapping:
+        built.append(more)
+        return build_bert_mapping(*arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(bert_build, "build_bert_mapping", counted)
+
+    def train_set(split: str = "80,20,0", s: int = 64, asked: int = 99, seed: int = 1, **config: bool) -> BertDataset:
+        choices, cache = BertDataConfig(**config), ArrayCache([tmp_path / "cache"])
+        asked_of_each = (asked, 0, 0)
+        train, *_ = build_bert_datasets(
+            indexed, split, s, choices, num_samples=asked_of_each, seed=seed, ids=IDS, cache=cache
+        )
+        assert train is not None
+        return train
+
+    first, second = train_set(), train_set()
+    assert len(built) == 1
+    numbers = list(range(len(first)))
+    assert digests(first, numbers) == digests(second, numbers) == digests(pickle.loads(pickle.dumps(second)), numbers)
+    assert second.report() == first.report()
+    for other in (
+        lambda: train_set(split="70,30,0"),
+        lambda: train_set(s=65),
+        lambda: train_set(asked=300),
+        lambda: train_set(seed=2),
+        lambda: train_set(bert_no_binary_head=True),
+    ):
+        before = len(built)
+        other()
+        assert len(built) == before + 1
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:
