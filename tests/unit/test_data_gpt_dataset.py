@@ -1,5 +1,6 @@
 """GPT samples: the tokens that Megatron-LM 2.5 fed its model, the loss mask, shares that are empty or too small."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -140,3 +141,40 @@ def test_complaints_of_the_config_come_together() -> None:
         DataConfig(data_path=("x",), seq_length=0, split="x", num_workers=-1, data_impl="lazy")
     text = str(caught.value)
     assert all(flag in text for flag in ("--split x", "--num-workers -1", "--data-impl lazy: accepted are mmap"))
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.lists(st.integers(0, 3), max_size=6), min_size=1, max_size=9).filter(lambda d: sum(map(len, d)) >= 7),
+    st.integers(1, 6),
+    st.none() | st.just(0),
+)
+def test_documents_in_a_sample_are_told_apart(
+    tmp_path: Path, texts: list[list[int]], s: int, eod_id: int | None
+) -> None:
+    indexed = IndexedDataset(write_token_files(tmp_path / "x", [[text] for text in texts]))
+    switches = {"reset_position_ids": True, "reset_attention_mask": True}
+    dataset = GPTDataset(indexed, range(len(texts)), 20, s, seed=3, eod_id=eod_id, **switches)
+    # each token of the stream with the number of its document: a new one in each of the set and after each end
+    numbers: list[int] = []
+    for d in dataset.indices.documents.tolist():
+        number = numbers[-1] + 1 if numbers else 0
+        for token in texts[d]:
+            numbers.append(number)
+            number += token == eod_id
+    for i, sample in enumerate(dataset.indices.shuffle.tolist()):
+        item, mine = dataset[i], numbers[sample * s : sample * s + s]
+        runs = [len(list(group)) for _, group in itertools.groupby(mine)]
+        assert item["document_lengths"].dtype == np.int32
+        assert item["document_lengths"].tolist() == runs + [0] * (s - len(runs))
+        assert item["position_ids"].tolist() == [k for run in runs for k in range(run)]
+
+
+def test_what_is_not_asked_for_is_not_in_an_item(tmp_path: Path) -> None:
+    indexed = IndexedDataset(write_corpus(tmp_path, [9, 9]))
+    plain = {"tokens", "labels", "loss_mask"}
+    assert set(GPTDataset(indexed, range(2), None, 4, seed=1)[0]) == plain
+    positions = GPTDataset(indexed, range(2), None, 4, seed=1, reset_position_ids=True)
+    assert set(positions[0]) == plain | {"position_ids"}
+    attention = GPTDataset(indexed, range(2), None, 4, seed=1, reset_attention_mask=True)
+    assert set(attention[0]) == plain | {"document_lengths"}

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.data import gpt_indices
 from megatron.data.gpt_indices import build_gpt_indices, epochs_needed
 from megatron.data.indexed import IndexedDataset
 
@@ -77,3 +78,16 @@ def test_the_seed_decides_the_order() -> None:
     first, same, other = (build_gpt_indices(sizes, np.arange(30), 40, 4, seed) for seed in (1, 1, 2))
     assert first.documents.tolist() == same.documents.tolist() != other.documents.tolist()
     assert first.shuffle.tolist() == same.shuffle.tolist() != other.shuffle.tolist()
+
+
+@given(SIZES, st.integers(1, 6), st.none() | st.integers(0, 40), st.integers(1, 5))
+def test_looking_at_documents_in_chunks_changes_nothing(
+    sizes: list[int], seq_length: int, asked: int | None, chunk: int
+) -> None:
+    documents, all_sizes = np.arange(len(sizes)), np.array(sizes, np.int32)
+    whole = build_gpt_indices(all_sizes, documents, asked, seq_length, 7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpt_indices, "_CHUNK", chunk)
+        chunked = build_gpt_indices(all_sizes, documents, asked, seq_length, 7)
+    for name in ("documents", "samples", "shuffle"):
+        np.testing.assert_array_equal(getattr(chunked, name), getattr(whole, name))
