@@ -183,6 +183,15 @@ def test_shares_over_ten_thousand_samples(tmp_path: Path) -> None:
     assert within(swapped, n, 0.5)
 
 
+def test_pairs_are_cut_at_every_place_alike(tmp_path: Path) -> None:
+    n = 2000
+    dataset = a_dataset(tmp_path, [[3, 3, 0, 3, 3, 3]], num_samples=n, short_seq_prob=0.0)
+    assert len(dataset) == n
+    cuts = np.bincount([len(segments_of(dataset[i])[0]) for i in range(n)], minlength=16)
+    assert cuts[[3, 6, 9, 12]].sum() == n
+    assert all(within(int(count), n, 1 / 4) for count in cuts[[3, 6, 9, 12]])
+
+
 def digest(item: Item) -> str:
     return hashlib.sha256(b"".join(item[name].tobytes() for name in sorted(item))).hexdigest()
 

@@ -59,6 +59,12 @@ def test_words_are_masked_whole_and_special_tokens_never(tokens: list[int], mask
         assert budget - longest < masked.sum() < max(budget, 1) + longest
 
 
+def test_what_goes_on_behind_a_special_token_is_a_word_of_its_own() -> None:
+    tokens = np.array([2, 10, 41, 3, 45, 46, 3])  # the second segment begins within a word
+    masked = {tuple(np.flatnonzero(mask_tokens(tokens, IDS, 0.5, Draws(i))[1] >= 0)) for i in range(60)}
+    assert masked == {(1, 2), (4, 5)}
+
+
 def test_everything_is_masked_where_that_is_asked_for() -> None:
     tokens = np.array([2, 10, 45, 11, 3, 12, 41, 42, 3])
     _, labels = mask_tokens(tokens, IDS, 1.0, Draws(1))
