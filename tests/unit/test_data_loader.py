@@ -9,6 +9,7 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed import IndexedDataset
 from megatron.data.loader import build_loader
 from megatron.data.samplers import GlobalBatchSampler
+from megatron.training.step import to_device
 from tests.harness.token_files import write_token_files
 
 
@@ -41,3 +42,22 @@ def test_a_batch_owns_its_tensors(dataset: GPTDataset) -> None:
         batch["tokens"].fill_(-1)
         batch["loss_mask"].fill_(0)
     assert all(torch.equal(batch["tokens"], tokens) for batch, tokens in zip(loader, expected, strict=True))
+
+
+def test_memory_is_pinned_where_it_is_asked_for(dataset: GPTDataset) -> None:
+    sampler = GlobalBatchSampler(8, 0, 2, 2)
+    assert build_loader(dataset, sampler, 2, seed=5, pin_memory=True).pin_memory
+    assert not build_loader(dataset, sampler, 0, seed=5).pin_memory
+    assert build_loader(dataset, sampler, 2, seed=5).prefetch_factor == 2
+
+
+def test_lengths_of_documents_stay_on_the_host(dataset: GPTDataset) -> None:
+    divided = GPTDataset(dataset.indexed, range(30), None, 8, seed=1, reset_attention_mask=True)
+    (batch,) = build_loader(divided, GlobalBatchSampler(4, 0, 4, 4), 0, seed=5)
+    moved = to_device(batch, torch.device("meta"))
+    assert {name: tensor.device.type for name, tensor in moved.items()} == {
+        "tokens": "meta",
+        "labels": "meta",
+        "loss_mask": "meta",
+        "document_lengths": "cpu",
+    }
