@@ -18,9 +18,8 @@ from megatron.tasks.generation import generate
 from megatron.tasks.trained import load_gpt, stored_config
 from megatron.tokenizer import build_tokenizer
 from megatron.training.arguments import parse_composed
-from megatron.training.config import DistributedConfig
 from megatron.training.failure import user_errors
-from megatron.training.setup import distributed_world, world_size
+from megatron.training.setup import DistributedConfig, distributed_world, world_size
 
 
 @dataclasses.dataclass(frozen=True)

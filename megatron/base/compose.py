@@ -21,6 +21,8 @@ class ComposedConfig:
 
     # Flags accepted and ignored, so that old scripts start: name without dashes -> why.
     ignored_flags: ClassVar[Mapping[str, str]] = {}
+    # Flags that users know from elsewhere and that are refused with a sentence of their own: names without dashes.
+    unsupported_flags: ClassVar[frozenset[str]] = frozenset()
 
     def combination_problems(self, world_size: int) -> list[str]:
         """What is wrong, on `world_size` ranks, between sections that are right by themselves (others are None here).

@@ -67,7 +67,10 @@ def check_ids(ids: torch.Tensor, vocab_size: int, lowest: int, what: str) -> Non
     low, high = (int(x) for x in torch.aminmax(ids))
     if low < lowest or high >= vocab_size:
         worst = low if low < lowest else high
-        raise ValueError(f"{what} {worst}: it must be at least {lowest} and below the vocabulary size {vocab_size}")
+        least = "negative (not counted)" if lowest < 0 else "at least 0"
+        raise ValueError(
+            f"{what} {worst}: it must be {least} {'or' if lowest < 0 else 'and'} below the vocabulary size {vocab_size}"
+        )
 
 
 def local_rows(

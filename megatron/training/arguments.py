@@ -4,10 +4,11 @@ import argparse
 import dataclasses
 import difflib
 import os
+import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 import yaml
@@ -22,7 +23,7 @@ from megatron.base.compose import (
     make_section,
     section_types,
 )
-from megatron.base.config import Config, flag_info, flag_name
+from megatron.base.config import Config, FlagInfo, flag_info, flag_name
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,13 +67,14 @@ def add_config_flags(parser: argparse.ArgumentParser, config_class: type[Config]
     Fields that are bool become `--name` and `--no-name`; fields that are lists or tuples take several values.
     Nothing is filled in for a flag that is not given: the config's own defaults stand.
     """
-    group = parser.add_argument_group((config_class.__doc__ or config_class.__name__).split("\n")[0].rstrip("."))
+    title = re.split(r"[.;]", config_class.__doc__ or config_class.__name__)[0]
+    group = parser.add_argument_group(title)
     for field in dataclasses.fields(config_class):
         info = flag_info(field)
         if info is None:
             continue
         names = [flag_name(field.name), *("--" + alias for alias in info.aliases)]
-        help_text = info.doc.rstrip(".").replace("%", "%%") + _default_text(field)
+        help_text = (info.doc.rstrip(".") + _accepted_text(info) + _default_text(field)).replace("%", "%%")
         kind, several = _plain_type(field.type)
         shared: dict[str, Any] = {
             "dest": field.name,
@@ -90,10 +92,18 @@ def add_config_flags(parser: argparse.ArgumentParser, config_class: type[Config]
             )
 
 
+def _accepted_text(info: FlagInfo) -> str:
+    named = [str(choice) for choice in info.choices or () if choice is not None]
+    return f"; one of {', '.join(named)}" if named else ""
+
+
 def _default_text(field: dataclasses.Field[Any]) -> str:
-    if field.default is dataclasses.MISSING:
+    default = field.default
+    if default is dataclasses.MISSING:
         return " (obligatory)"
-    return "" if field.default is None else f" (default: {str(field.default).replace('%', '%%')})"
+    if default is None or default == ():
+        return ""
+    return f" (default: {' '.join(map(str, default)) if isinstance(default, tuple) else default})"
 
 
 def config_from_namespace(config_class: type[Made], namespace: argparse.Namespace) -> Made:
@@ -110,16 +120,31 @@ def _field_values(namespace: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
-def unknown_flag_problems(extras: Iterable[str], parser: argparse.ArgumentParser) -> list[str]:
-    """A sentence for each argument that no flag took, with the nearest flag that there is."""
-    known = [option for action in parser._actions for option in action.option_strings]
+def nearest_flag(name: str, known: Sequence[str]) -> str | None:
+    """The flag that `name` was probably meant for: one that it begins, else one spelt almost alike."""
+    begun = [option for option in known if option.startswith(name) and len(name) > 4]
+    alike = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    return next(iter([*begun, *alike]), None)
+
+
+def unknown_flag_problems(
+    extras: Iterable[str], parser: argparse.ArgumentParser, unsupported: Collection[str] = ()
+) -> list[str]:
+    """A sentence for each argument that no flag took, with the nearest flag that there is.
+
+    `unsupported` are names (without dashes) of flags that users know from elsewhere and that do nothing here yet.
+    """
+    known = [option for action in parser._actions for option in action.option_strings if option != "--help"]
     problems: list[str] = []
     for extra in extras:
         if not extra.startswith("-") and problems:
             continue  # the value of an unknown flag, told already
         name = extra.split("=")[0]
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f", the nearest is {near[0]}" if near else ""
+        if name.lstrip("-").replace("_", "-") in unsupported:
+            problems.append(f"{name} is a flag of Megatron-LM for something that is not supported here")
+            continue
+        near = nearest_flag(name, known)
+        hint = f", the nearest is {near}" if near else ""
         problems.append(f"{name} is not known{hint}; --help lists all flags")
     return problems
 
@@ -144,6 +169,10 @@ def flags_from_yaml(path: str) -> list[str]:
 
 
 def _yaml_words(name: str, value: Any) -> list[str]:
+    if isinstance(value, dict):
+        raise ConfigError(
+            [f"--config: {name} holds further names, but the file has no sections: write all flags at its top"]
+        )
     if value is None:
         return []
     if isinstance(value, bool):
@@ -198,4 +227,5 @@ def parse_composed(
         if vars(namespace)[name.replace("-", "_")]:
             print(f"--{name} is ignored: {reason}", flush=True)
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
-    return compose(composed, _field_values(namespace), ranks, unknown_flag_problems(extras, parser), check_inputs)
+    problems = unknown_flag_problems(extras, parser, composed.unsupported_flags)
+    return compose(composed, _field_values(namespace), ranks, problems, check_inputs)

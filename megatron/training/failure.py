@@ -23,7 +23,7 @@ class Store(Protocol):
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn a `ValueError` or `OSError` inside the block into its sentences on stderr and exit code 2.
+    """Turn a `ValueError` or `OSError` inside the block into its sentences on stderr and exit code 2; Ctrl-C into 130.
 
     For the part of a run before any process group exists, where mostly every rank sees the same mistake. Under a
     launcher the first rank of each node speaks and the launcher ends the others, which wait for that before they speak.
@@ -35,6 +35,10 @@ def user_errors() -> Iterator[None]:
             time.sleep(_SILENT_WAIT)
         print_problems(error)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            print("interrupted: what was done since the last checkpoint is lost", file=sys.stderr, flush=True)
+        raise SystemExit(130) from None
 
 
 def print_problems(error: ValueError | OSError) -> None:

@@ -1,5 +1,6 @@
 """Those who watch a run: the console, TensorBoard, a file of JSON lines, a progress bar. All see the same numbers."""
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Mapping
@@ -8,7 +9,21 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron.training.config import LoggingConfig
+from megatron.base.config import Config, flag, minimum_problems
+
+
+@dataclasses.dataclass(frozen=True)
+class LoggingConfig(Config):
+    """Where progress is written."""
+
+    log_interval: int = flag(100, "iterations between log lines")
+    tensorboard_dir: str | None = flag(None, "folder for TensorBoard scalars; none are written if not given")
+    metrics_file: str | None = flag(None, "file to which each log line is appended as one JSON object")
+    progress_bar: bool = flag(False, "show a progress bar")
+
+    def problems(self) -> list[str]:
+        return minimum_problems(self, 1, "log_interval")
+
 
 Metrics = Mapping[str, float | int]
 

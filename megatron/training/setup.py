@@ -13,8 +13,35 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 from torch.distributed.rendezvous import rendezvous
 
 from megatron import mpu
-from megatron.training.config import DistributedConfig
+from megatron.base.config import Config, choice_problems, flag, minimum_problems
 from megatron.training.failure import shared_failure
+
+
+@dataclasses.dataclass(frozen=True)
+class DistributedConfig(Config):
+    """How the ranks are laid out and how they talk."""
+
+    tensor_model_parallel_size: int = flag(
+        1,
+        "ranks that share each layer (tensor model parallelism)",
+        aliases=["model-parallel-size"],
+    )
+    distributed_backend: str | None = flag(
+        None,
+        "nccl trains on GPUs, gloo on CPUs; nccl where there is a GPU if not given",
+        choices=[None, "nccl", "gloo"],
+    )
+    distributed_timeout_minutes: float = flag(10.0, "minutes after which a collective that waits for a rank fails")
+
+    def problems(self) -> list[str]:
+        found = choice_problems(self) + minimum_problems(self, 1, "tensor_model_parallel_size")
+        return found + minimum_problems(self, 0.01, "distributed_timeout_minutes")
+
+    def input_problems(self) -> list[str]:
+        """Whether there is a device for the backend."""
+        if self.distributed_backend == "nccl" and not torch.cuda.is_available():
+            return ["--distributed-backend nccl: there is no GPU here that PyTorch can use; gloo trains on CPUs"]
+        return []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +60,7 @@ def world_size() -> int:
 
 
 def choose_backend(backend: str | None) -> str:
-    """`backend`, or nccl where there is a GPU and gloo elsewhere; asking for nccl without a GPU is a `ValueError`."""
-    if backend == "nccl" and not torch.cuda.is_available():
-        raise ValueError("--distributed-backend nccl: there is no GPU here that PyTorch can use; gloo trains on CPUs")
+    """`backend`, or nccl where there is a GPU and gloo elsewhere."""
     return backend or ("nccl" if torch.cuda.is_available() else "gloo")
 
 

@@ -143,3 +143,22 @@ def test_old_names_of_megatron_lm_are_read() -> None:
     assert config.training.micro_batch_size == 4
     sizes = config.batch_sizes(2)
     assert (sizes.global_batch_size, sizes.num_micro_batches) == (8, 2)
+
+
+def test_flags_for_what_is_not_here_are_refused_by_name() -> None:
+    words = [*flags("data"), "--fp16", "--pipeline-model-parallel-size", "2", "--vocab", "x"]
+    with pytest.raises(ConfigError) as caught:
+        parse_composed(RunConfig, words, world_size=1, check_inputs=False)
+    assert caught.value.problems == [
+        "--fp16 is a flag of Megatron-LM for something that is not supported here",
+        "--pipeline-model-parallel-size is a flag of Megatron-LM for something that is not supported here",
+        "--vocab is not known, the nearest is --vocab-file; --help lists all flags",
+    ]
+    known = {f.name.replace("_", "-") for s in dataclasses.fields(RunConfig) for f in dataclasses.fields(s.type)}  # type: ignore[arg-type]
+    assert not known & RunConfig.unsupported_flags
+
+
+def test_a_yaml_file_has_no_sections(tmp_path: Path) -> None:
+    path = tmp_path / "car.yaml"
+    path.write_text("engine:\n  cylinders: 6\n")
+    assert "engine holds further names" in problems("--config", str(path))[0]

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.training.config import LoggingConfig
-from megatron.training.observers import Audience, Console, JsonLines, configured_observers
+from megatron.training.observers import Audience, Console, JsonLines, LoggingConfig, configured_observers
 from megatron.training.step import LossSum, Step
 from megatron.training.throughput import Interval, Workload
 
