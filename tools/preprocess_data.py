@@ -128,9 +128,12 @@ class Progress:
         self.bar.set_postfix_str(f"{rate:,.0f} documents/s", refresh=False)
 
 
-def write_all(run: PreprocessRun, sources: list[Source], output: Output, bad: BadRecords) -> list[IndexedWriter]:
-    """Write all sets and count bad records; the files appear when all is written."""
-    config, make = run.files, functools.partial(make_encoder, run)
+def write_all(run: PreprocessRun, encoder: Encoder, sources: list[Source], bad: BadRecords) -> list[IndexedWriter]:
+    """Write all sets and count bad records; the files appear when all is written.
+
+    `encoder` is what this process encodes with, where it does so itself.
+    """
+    config, output, make = run.files, run.files.output(encoder), functools.partial(make_encoder, run)
     with contextlib.ExitStack() as stack:
         writers = stack.enter_context(open_writers(output))
         total = sum(os.path.getsize(source.path) for source in sources)
@@ -139,10 +142,9 @@ def write_all(run: PreprocessRun, sources: list[Source], output: Output, bad: Ba
             pool = start_pool(make, config.workers)
             write_partitions(writers, output, cut(sources, config.partitions), pool, bad, progress.advance)
         else:
-            parts = stack.enter_context(
-                contextlib.closing(encode_sources(sources, config.json_keys, make, config.workers))
-            )
-            write_encoded(writers, parts, bad, progress.advance)
+            here = (lambda: encoder) if config.workers == 1 else make
+            parts = encode_sources(sources, config.json_keys, here, config.workers)
+            write_encoded(writers, stack.enter_context(contextlib.closing(parts)), bad, progress.advance)
         if progress.documents == 0:
             names = " ".join(config.input)
             raise ValueError("\n".join([f"--input {names}: there is no usable document", *bad.report()]))
@@ -151,14 +153,14 @@ def write_all(run: PreprocessRun, sources: list[Source], output: Output, bad: Ba
 
 def preprocess(run: PreprocessRun) -> None:
     """Do what `run` asks for and say what was done."""
-    output = run.files.output(make_encoder(run))  # complains here, not in a worker
+    encoder = make_encoder(run)  # complains here, not in a worker
     Path(run.files.output_prefix).parent.mkdir(parents=True, exist_ok=True)
     bad = BadRecords(fail=run.files.on_bad_record == "fail")
-    for writer in write_all(run, run.files.sources(), output, bad):
+    for writer in write_all(run, encoder, run.files.sources(), bad):
         sentences = f" in {writer.sequences:,} sentences" if run.files.split_sentences else ""
         print(
             f"{writer.prefix}.bin: {writer.documents:,} documents{sentences}, {writer.tokens:,} tokens of "
-            f"{output.dtype.name}"
+            f"{encoder.dtype.name}"
         )
     for line in bad.report():
         print(line)

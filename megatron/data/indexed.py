@@ -278,7 +278,8 @@ class IndexedWriter:
     def _finish(self) -> None:
         _flush_to_disk(self._data)
         written, expected = self._temporary.stat().st_size, self.tokens * self.dtype.itemsize
-        assert written == expected, f"{self._temporary}: {written} bytes written, {expected} expected"
+        if written != expected:
+            raise OSError(f"{data_path(self.prefix)}: {written} bytes arrived on disk, expected {expected}")
         with open(self._temporary_index, "wb") as index:
             index.write(Header(MAGIC, VERSION, self._code, self.sequences, self.documents + 1).pack())
             _copy_from_start(self._sizes, index)

@@ -20,7 +20,7 @@ def find_files(patterns: Sequence[str]) -> tuple[list[str], list[str]]:
 
     Patterns are taken in their order; what one matches is sorted by name. `**` goes through folders.
     """
-    files: list[str] = []
+    files: dict[str, None] = {}  # in order
     problems = []
     for pattern in patterns:
         found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
@@ -29,8 +29,8 @@ def find_files(patterns: Sequence[str]) -> tuple[list[str], list[str]]:
             what = "no file matches" if glob.has_magic(pattern) else "there is no such file"
             problems.append(f"--input {pattern}: {what}")
         problems += [f"--input {pattern}: {path} is named twice" for path in found if path in files]
-        files += found
-    return files, problems
+        files |= dict.fromkeys(found)
+    return list(files), problems
 
 
 def layout_of(path: str, asked: str, text_documents: str) -> str:

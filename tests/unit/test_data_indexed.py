@@ -137,6 +137,18 @@ def test_memory_does_not_grow_with_what_is_written(tmp_path: Path) -> None:
     assert peak < 500_000
 
 
+def test_bytes_that_do_not_arrive_on_disk_are_told(tmp_path: Path) -> None:
+    def lose_bytes() -> None:
+        with IndexedWriter(tmp_path / "x", "u2") as writer:
+            writer.add_document([1, 2, 3])
+            writer._data.flush()
+            os.truncate(next(tmp_path.glob(".x.bin.*")), 2)
+
+    with pytest.raises(OSError, match=r"x.bin: 2 bytes arrived on disk, expected 6"):
+        lose_bytes()
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(("dtype", "ids"), [("u2", [65_536]), ("u2", [-1]), ("i1", [128]), ("i4", [0.5])])
 def test_ids_that_do_not_fit_are_refused(tmp_path: Path, dtype: str, ids: list[int]) -> None:
     with pytest.raises(ValueError, match="do not fit"), IndexedWriter(tmp_path / "x", dtype) as writer:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from backports import zstd
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.data import parquet
+from megatron.data.compression import zstd
 from megatron.data.inputs import cut, find_files, find_sources, layout_of, read_chunks
 from megatron.data.records import Source, documents_of
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from backports import zstd
 
+from megatron.data.compression import zstd
 from megatron.data.indexed import IndexedDataset
 from tools import preprocess_data
 
