@@ -12,14 +12,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from megatron.base.formulas import model_flops
 from megatron.data import build_gpt_datasets
 from megatron.model import GPTModel, build_gpt
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.arguments import parse_composed
 from megatron.training.config import RunConfig
 from megatron.training.failure import user_errors
-from megatron.training.loop import Datasets, SampleCounts, pretrain
+from megatron.training.loop import pretrain
 from megatron.training.observers import Observer
+from megatron.training.run import Datasets, SampleCounts
 from megatron.training.state import Trainee
 from megatron.training.step import Batch
 
@@ -52,6 +54,20 @@ def forward_step(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     return (losses * mask).sum(), mask.sum()
 
 
+def flops_per_sample(config: RunConfig, vocab_size: int) -> int:
+    """Floating-point operations of one sample, forward and backward, nothing recomputed."""
+    model = config.model
+    return model_flops(
+        1,
+        config.data.seq_length,
+        model.num_layers,
+        model.hidden_size,
+        vocab_size,
+        model.ffn_size,
+        model.projection_size,
+    )
+
+
 def train(config: RunConfig, observers: Sequence[Observer] = ()) -> Trainee:
     """Train as `config` says, on every rank of the launcher's world alike."""
     tokenizer = build_tokenizer(config.tokenizer)
@@ -61,6 +77,7 @@ def train(config: RunConfig, observers: Sequence[Observer] = ()) -> Trainee:
         dataset_provider=functools.partial(provide_datasets, config, tokenizer),
         forward_step=forward_step,
         vocab_size=tokenizer.vocab_size,
+        flops_per_sample=flops_per_sample(config, tokenizer.vocab_size),
         observers=observers,
     )
 

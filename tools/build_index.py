@@ -14,7 +14,7 @@ from megatron.data import build_gpt_datasets
 from megatron.training.arguments import Parser, parse_composed
 from megatron.training.config import RunConfig
 from megatron.training.failure import user_errors
-from megatron.training.loop import sample_counts
+from megatron.training.run import sample_counts
 from megatron.training.setup import world_size
 
 

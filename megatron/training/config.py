@@ -96,7 +96,7 @@ _UNSUPPORTED = frozenset(
     finetune no-load-optim no-load-rng no-save-optim no-save-rng ckpt-step train-samples lr-decay-samples
     lr-warmup-samples override-lr-scheduler use-checkpoint-lr-scheduler exit-duration-in-mins exit-signal-handler
     apply-residual-connection-post-layernorm openai-gelu init-method-xavier-uniform log-params-norm
-    log-num-zeros-in-grad dataloader-type
+    log-num-zeros-in-grad
     """.split()  # noqa: SIM905 - as a list it would be a page
 )
 

@@ -49,7 +49,7 @@ def print_problems(error: ValueError | OSError) -> None:
 
 
 @contextlib.contextmanager
-def shared_failure(store: Store | None, rank: int) -> Iterator[None]:
+def shared_failure(store: Store, rank: int) -> Iterator[None]:
     """Make the ranks of a run end with the message of the one that failed first.
 
     An exception inside the block is offered to `store`, which keeps the first. The rank whose message it is raises on;
@@ -70,10 +70,8 @@ def shared_failure(store: Store | None, rank: int) -> Iterator[None]:
         raise
 
 
-def _first_failure(store: Store | None, own: str) -> str:
+def _first_failure(store: Store, own: str) -> str:
     """The message that `store` has kept, which is `own` where it is the first or the store is gone."""
-    if store is None:
-        return own
     try:
         return store.compare_set(_KEY, "", own).decode()
     except (RuntimeError, OSError):  # the store ended with its host

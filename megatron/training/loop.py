@@ -1,134 +1,35 @@
 """`pretrain`: from a config, a model, data and a forward step to a trained model."""
 
-import dataclasses
 import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import distributed as dist
-from torch import nn
 
 from megatron import mpu
-from megatron.base.formulas import model_flops
-from megatron.data import GlobalBatchSampler, RampUp, build_loader
 from megatron.optimizer import Optimizer, learning_rate
 from megatron.training.config import BatchSizes, RunConfig
 from megatron.training.observers import Audience, Observer, configured_observers
+from megatron.training.run import (
+    SPLITS,
+    DatasetProvider,
+    ModelProvider,
+    Run,
+    check_lengths,
+    check_replicas,
+    check_vocabulary,
+    params_dtype,
+    sample_counts,
+)
 from megatron.training.setup import World, distributed_world, world_size
 from megatron.training.state import RunState, Trainee, restore, save
 from megatron.training.step import Batch, ForwardStep, Step, evaluate, train_step
-from megatron.training.throughput import Interval, Workload, device_peak, memory_gib
-
-
-class TokenStore(Protocol):
-    """The tokens that a dataset cuts its samples from."""
-
-    def max_token_id(self, part: int = 0, parts: int = 1) -> int:
-        """The highest id in the `part`-th of `parts` shares of the tokens."""
-        ...
-
-
-class TokenDataset(Protocol):
-    """What the loop needs of a dataset: a length, samples of named arrays, and the tokens that it cuts them from."""
-
-    @property
-    def indexed(self) -> TokenStore: ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> dict[str, Any]: ...
-
-    def report(self) -> list[str]:
-        """Lines that tell what it is; printed when the run begins."""
-        ...
-
-
-# Samples wanted for training, validation and test; 0 for a split that is not used.
-SampleCounts = tuple[int, int, int]
-Datasets = Sequence[TokenDataset | None]  # training, validation, test
-
-ModelProvider = Callable[[torch.dtype, torch.device], nn.Module]
-DatasetProvider = Callable[[SampleCounts], Datasets]
+from megatron.training.throughput import Interval, memory_gib
 
 # exp of a larger number is no float.
 _HIGHEST_EXPONENT = 700.0
-
-SPLITS = ("training", "validation", "test")
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """Everything that the loop holds while it goes on; what moves is in `trainee`."""
-
-    config: RunConfig
-    world: World
-    trainee: Trainee
-    datasets: Datasets
-    forward_step: ForwardStep
-    vocab_size: int
-    audience: Audience
-
-    def sizes(self, consumed_samples: int | None = None) -> BatchSizes:
-        """The batch of the iteration after `consumed_samples` samples; None is after the ramp-up."""
-        return self.config.batch_sizes(self.world.size, consumed_samples)
-
-    def batches(
-        self, dataset: TokenDataset, consumed_samples: int, num_samples: int, ramp_up: RampUp | None = None
-    ) -> Iterator[Batch]:
-        """This replica's micro-batches of `dataset` from `consumed_samples` to `num_samples`, in the global order."""
-        sizes = self.sizes()
-        sampler = GlobalBatchSampler(
-            num_samples,
-            consumed_samples,
-            global_batch_size=sizes.global_batch_size,
-            micro_batch_size=sizes.micro_batch_size,
-            data_rank=mpu.get_data_parallel_rank(),
-            data_size=mpu.get_data_parallel_world_size(),
-            ramp_up=ramp_up,
-        )
-        workers, seed = self.config.data.num_workers, self.config.training.seed
-        return iter(build_loader(dataset, sampler, workers, seed, pin_memory=self.world.device.type != "cpu"))
-
-    def workload(self) -> Workload:
-        """What one sample computes."""
-        model, s = self.config.model, self.config.data.seq_length
-        flops = model_flops(
-            1, s, model.num_layers, model.hidden_size, self.vocab_size, model.ffn_size, model.projection_size
-        )
-        dtype = params_dtype(self.config)
-        return Workload(s, flops, self.world.size, device_peak(self.world.device, dtype))
-
-
-def params_dtype(config: RunConfig) -> torch.dtype:
-    """The torch dtype that `--params-dtype` names."""
-    return {"float32": torch.float32, "float64": torch.float64}[config.training.params_dtype]
-
-
-def sample_counts(config: RunConfig, ranks: int) -> SampleCounts:
-    """Samples of each split: all iterations of training; one evaluation, which always sees the same samples."""
-    schedule = config.batch_schedule(ranks)
-    evaluated = config.training.eval_iters * schedule.global_batch_size
-    return schedule.consumed_after(max(config.training.train_iters, 1)), evaluated, evaluated
-
-
-def check_vocabulary(datasets: Datasets, vocab_size: int, world: World) -> None:
-    """Raise `ValueError` where any token id of the data is not below `vocab_size`.
-
-    Each rank reads its share of the files; the highest id is agreed by one all-reduce for each set of files.
-    """
-    stores = {id(d.indexed): d.indexed for d in datasets if d is not None}
-    for store in stores.values():
-        highest = torch.tensor(store.max_token_id(world.rank, world.size), device=world.device)
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-        if highest.item() >= vocab_size:
-            raise ValueError(
-                f"--data-path: the data holds the token id {highest.item()}, but the vocabulary has only {vocab_size} "
-                "ids; give the vocabulary that the data was preprocessed with"
-            )
 
 
 def pretrain(
@@ -138,34 +39,40 @@ def pretrain(
     dataset_provider: DatasetProvider,
     forward_step: ForwardStep,
     vocab_size: int,
+    flops_per_sample: float | None = None,
     observers: Sequence[Observer] = (),
 ) -> Trainee:
     """Train a model as `config` says, on every rank of the launcher's world alike.
 
     Args:
-        model_provider: makes the model, given dtype and device, when model parallelism is initialised.
+        model_provider: makes the model, given dtype and device, when model parallelism is initialised. Whatever it
+            draws from PyTorch's default generators is equal on every rank. A model may have a method `signature()`,
+            a JSON dict of the choices without which its weights mean something else: kept in checkpoints and compared.
         dataset_provider: makes training, validation and test sets for the asked numbers of samples; None for no set.
+            See `training.run.SampleDataset` for what a set must have and may have.
         forward_step: (model, micro-batch) -> sum of losses and number of counted tokens.
-        vocab_size: real size of the vocabulary, without padding.
+        vocab_size: real size of the vocabulary, without padding; no token id of the data may reach it.
+        flops_per_sample: floating-point operations of one sample, forward and backward, for the log line's TFLOP/s and
+            MFU, which are left out without it.
         observers: watch the run beside those that the flags ask for; called on the reporting rank alone.
 
-    Returns what was trained. Raises `ValueError` for whatever the user can mend; once ranks have met, an error on one
-    ends all with its message (`training.failure`).
+    Returns what was trained. Raises `ValueError` for mistakes of the user; once ranks have met, an error on one ends
+    all with its message (`training.failure`).
     """
-    datasets = dataset_provider(sample_counts(config, world_size()))
+    counts = sample_counts(config, world_size())
+    datasets = dataset_provider(counts)
+    check_lengths(datasets, counts)
     with distributed_world(config.distributed, config.training.seed) as world:
         check_vocabulary(datasets, vocab_size, world)
         trainee = _new_trainee(config, model_provider, world)
-        restored = restore(trainee, config, world)
+        messages = [line for d in datasets for line in getattr(d, "report", list)()] + restore(trainee, config, world)
         # Nothing is written before this line: whatever is wrong has been told by now.
         audience = Audience(_open_outputs(config, observers) if world.rank == 0 else [])
-        run = Run(config, world, trainee, datasets, forward_step, vocab_size, audience)
+        run = Run(config, world, trainee, datasets, forward_step, flops_per_sample, audience)
         try:
             audience.on_start(_description(run))
-            for line in (line for dataset in datasets if dataset is not None for line in dataset.report()):
-                audience.on_message(line)
-            if restored is not None:
-                audience.on_message(restored)
+            for message in messages:
+                audience.on_message(message)
             _train(run)
         finally:
             audience.on_end()
@@ -184,7 +91,9 @@ def _open_outputs(config: RunConfig, observers: Sequence[Observer]) -> list[Obse
 
 
 def _new_trainee(config: RunConfig, model_provider: ModelProvider, world: World) -> Trainee:
-    model = model_provider(params_dtype(config), world.device)
+    with mpu.get_rng_tracker().fork(mpu.PARAMETER_STREAM):
+        model = model_provider(params_dtype(config), world.device)
+    check_replicas(model)
     optimizer = Optimizer(
         model,
         mpu.parameter_shardings(model),

@@ -100,7 +100,7 @@ def distributed_world(config: DistributedConfig, seed: int) -> Iterator[World]:
     """Process groups, device and generators for a run; an exception inside the block ends all ranks with its message.
 
     What the caller has started already (`torch.distributed`, model parallelism of the same size) is adopted and left
-    as it is; what is started here is ended here.
+    as it is, exceptions too; what is started here is ended here.
     """
     backend = choose_backend(config.distributed_backend)
     device = bind_device(backend)
@@ -108,7 +108,7 @@ def distributed_world(config: DistributedConfig, seed: int) -> Iterator[World]:
     adopted = dist.is_initialized()
     store = None if adopted else _meet(backend, timeout, device)
     try:
-        with shared_failure(store, dist.get_rank()):
+        with contextlib.nullcontext() if store is None else shared_failure(store, dist.get_rank()):
             _quiet_unless_first(dist.get_rank())
             _initialize_model_parallel(config, timeout)
             mpu.model_parallel_manual_seed(seed)

@@ -46,7 +46,7 @@ class Trainee:
 
 def library_versions() -> dict[str, str]:
     """Versions that matter when a checkpoint is looked into later."""
-    packages = ("megatron", "torch", "numpy", "safetensors")
+    packages = ("megatron", "torch", "numpy")
     found = {d.metadata["Name"]: d.version for d in metadata.distributions() if d.metadata["Name"] in packages}
     return {"python": platform.python_version(), "torch": torch.__version__, **found}
 
@@ -91,8 +91,8 @@ def save(trainee: Trainee, config: RunConfig, world: World) -> None:
     )
 
 
-def restore(trainee: Trainee, config: RunConfig, world: World) -> str | None:
-    """Go on from the checkpoint that `--load` names, if any; returns a sentence about it.
+def restore(trainee: Trainee, config: RunConfig, world: World) -> list[str]:
+    """Go on from the checkpoint that `--load` names, if any; returns sentences about it.
 
     At the layout of the checkpoint the random generators go on too, so that the run is the uninterrupted one bit for
     bit. Elsewhere they begin anew, from a seed of this iteration. Collective: all ranks agree on how the load went.
@@ -101,32 +101,46 @@ def restore(trainee: Trainee, config: RunConfig, world: World) -> str | None:
     iteration = iteration_to_load(config.checkpoint)
     directory = config.checkpoint.load
     if directory is None:
-        return None
+        return []
     if iteration is None:
-        return f"there is no checkpoint in {directory} yet: the run starts afresh"
+        return [f"there is no checkpoint in {directory} yet: the run starts afresh"]
     stored = read_state(directory, iteration)
     raise_joined(model_differences(stored["model"], model_signature(trainee.model), directory))
-    present = layout()
     loaded = load_checkpoint(
         directory,
         trainee.tensors(),
         rank=world.rank,
-        layout=present,
+        layout=layout(),
         iteration=iteration,
         world_size=world.size,
     )
     trainee.optimizer.step_count = stored["optimizer"]["step_count"]
     trainee.state.iteration = trainee.state.saved_iteration = iteration
     trainee.state.consumed_samples = stored["run"]["consumed_samples"]
-    if loaded.rank_tensors is None:
-        mpu.model_parallel_manual_seed(mpu.derive_seed(config.training.seed, "resumed", iteration))
-        return f"loaded iteration {iteration} of {directory}, saved at {loaded.layout}; random generators begin anew"
-    mpu.set_rng_state(loaded.rank_tensors)
-    return f"loaded iteration {iteration} of {directory}"
+    messages = [f"loaded iteration {iteration} of {directory}", *schedule_changes(stored["config"], config)]
+    if loaded.rank_tensors is not None:
+        mpu.set_rng_state(loaded.rank_tensors)
+        return messages
+    mpu.model_parallel_manual_seed(mpu.derive_seed(config.training.seed, "resumed", iteration))
+    before = ", ".join(f"{name} {size}" for name, size in loaded.layout.items())
+    return [*messages, f"it was saved at another layout ({before}), so dropout goes on with other random numbers"]
+
+
+def schedule_changes(stored: dict[str, Any], config: RunConfig) -> list[str]:
+    """A sentence where the flags that shape the learning rate are not those that the checkpoint was trained with."""
+    before = {**stored["schedule"], "train_iters": stored["training"]["train_iters"]}
+    now = {**dataclasses.asdict(config.schedule), "train_iters": config.training.train_iters}
+    changed = [
+        f"{flag_name(name)} {now[name]} (was {before.get(name)})" for name in now if now[name] != before.get(name)
+    ]
+    return [f"the learning-rate schedule is not the checkpoint's: {', '.join(changed)}"] if changed else []
 
 
 def model_differences(stored: dict[str, Any], present: dict[str, Any], directory: str) -> list[str]:
     """A sentence for each choice in which the model of the checkpoint in `directory` differs from the present one."""
+    if bool(stored) != bool(present) or stored.get("model") != present.get("model"):
+        kinds = [signature.get("model", "a model of another kind") for signature in (stored, present)]
+        return [f"--load {directory}: its checkpoint is of {kinds[0]}, this run trains {kinds[1]}"]
     return [
         f"{flag_name(name)} {present.get(name)}: the model of the checkpoint in {directory} has {stored.get(name)}"
         for name in sorted(stored.keys() | present.keys())

@@ -30,10 +30,13 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What one sample is: tokens and model FLOPs (nothing recomputed); and what works on it: devices, peak of one."""
+    """What one sample is, and what works on it: devices, and the peak of one, None where it is not known.
+
+    `flops` are the model's (nothing recomputed), forward and backward; None where they are not known.
+    """
 
     tokens: int
-    flops: float
+    flops: float | None
     world_size: int
     peak: float | None
 
@@ -69,15 +72,16 @@ class Interval:
         work, steps = self._workload, self._steps
         seconds = self._clock() - self._began - self._paused
         loss = LossSum(sum(s.loss.total for s in steps), sum(s.loss.count for s in steps)).mean
-        flops = work.flops * self._samples / seconds / work.world_size
         metrics = {
             "loss": loss,
             "grad-norm": steps[-1].grad_norm,
             "ms-per-iteration": seconds / len(steps) * 1e3,
             "tokens-per-second": work.tokens * self._samples / seconds,
-            "TFLOPs-per-device": flops / 1e12,
         }
-        if work.peak is not None:
-            metrics["MFU"] = flops / work.peak
+        if work.flops is not None:
+            flops = work.flops * self._samples / seconds / work.world_size
+            metrics["TFLOPs-per-device"] = flops / 1e12
+            if work.peak is not None:
+                metrics["MFU"] = flops / work.peak
         self._restart()
         return metrics

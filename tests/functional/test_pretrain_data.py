@@ -13,7 +13,7 @@ import pretrain_gpt
 from megatron.data import IndexedWriter
 from megatron.training.arguments import parse_composed
 from megatron.training.config import RunConfig
-from megatron.training.loop import sample_counts
+from megatron.training.run import sample_counts
 from tests.harness.closeness import assert_close
 from tests.harness.launch import run_command
 from tests.harness.ranks import Ranks

@@ -1,0 +1,102 @@
+"""`pretrain` with a model and a dataset that are not ours: equal replicas, no more asked of them than is said."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron import mpu
+from megatron.training.arguments import parse_composed
+from megatron.training.config import RunConfig
+from megatron.training.loop import pretrain
+from tests.harness.ranks import RankError, Ranks
+from tests.harness.runs import Recorder, flags
+
+VOCAB = 20
+
+
+class OwnModel(nn.Module):
+    """Plain layers, drawn from the default generator, beside layers of mpu."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        where: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.embedding = nn.Embedding(VOCAB, 16, **where)
+        self.up = mpu.ColumnParallelLinear(16, 32, gather_output=False, **where)
+        self.down = mpu.RowParallelLinear(32, 16, input_is_parallel=True, **where)
+        self.out = nn.Linear(16, VOCAB, **where)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[b, s] -> logits [b, s, v]."""
+        hidden = self.embedding(tokens)
+        return self.out(hidden + self.down(torch.tanh(self.up(hidden)[0]))[0])
+
+
+class OwnSamples:
+    """Every token is followed by the next number."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]:
+        tokens = (torch.arange(17) * (index + 1)) % VOCAB
+        return {"tokens": tokens[:-1], "labels": tokens[1:]}
+
+
+def forward_step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    losses = nn.functional.cross_entropy(
+        model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+    )
+    return losses, torch.tensor(batch["labels"].numel())
+
+
+def train(rank: int, world_size: int, tensor: int, length: int, spoilt: bool) -> list[dict[str, float]]:
+    words = flags("none", tensor_model_parallel_size=tensor, train_iters=8, params_dtype="float64", eval_iters=0)
+    config = parse_composed(RunConfig, words, world_size=world_size, check_inputs=False)
+    recorder = Recorder()
+
+    def provide(dtype: torch.dtype, device: torch.device) -> nn.Module:
+        model = OwnModel(dtype, device)
+        if spoilt and rank == 1:
+            model.out.bias.data[3] += 1e-6
+        return model
+
+    pretrain(
+        config,
+        model_provider=provide,
+        dataset_provider=lambda counts: (OwnSamples(length), None, None),
+        forward_step=forward_step,
+        vocab_size=VOCAB,
+        observers=[recorder],
+    )
+    return recorder.steps
+
+
+def test_plain_layers_start_and_stay_equal_at_every_layout(ranks: Ranks) -> None:
+    losses = {
+        (tensor, data): [step["loss"] for step in ranks(tensor * data, train, tensor, 64, False)[0]]
+        for tensor, data in ((1, 1), (2, 1), (1, 2), (2, 2))
+    }
+    for layout, found in losses.items():
+        assert found == pytest.approx(losses[1, 1], rel=1e-10), layout
+    assert losses[1, 1][-1] < losses[1, 1][0]
+
+
+def test_no_speed_in_flops_without_their_number(ranks: Ranks) -> None:
+    step = ranks(1, train, 1, 64, False)[0][0]
+    assert "tokens-per-second" in step
+    assert "TFLOPs-per-device" not in step
+
+
+def test_replicas_that_differ_are_refused(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"the parameter out\.bias does not start equal on all data-parallel replicas"):
+        ranks(2, train, 1, 64, True)
+
+
+def test_a_dataset_that_is_too_short_is_refused(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="the training set has 63 samples, but the run needs 64"):
+        ranks(1, train, 1, 63, False)
