@@ -269,7 +269,7 @@ def test_signature_tells_models_and_vocabularies_apart() -> None:
             torch.tensor([[0, 1]]),
             None,
             torch.tensor([[0, VOCAB]]),
-            "target 61: it must be at least -1 and below the vocabulary size 61",
+            r"target 61: it must be negative \(not counted\) or below the vocabulary size 61",
         ),
         (torch.zeros(4, dtype=torch.long), None, None, r"tokens of shape \(4,\): they must be \[b, s\]"),
         (
