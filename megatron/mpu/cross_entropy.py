@@ -48,7 +48,8 @@ def _local_sums(logits: torch.Tensor, columns: _Columns, at: slice) -> torch.Ten
         sums[0] = -torch.inf
     else:
         sums[0] = real.amax(dim=-1)
-        sums[1] = (real - sums[0].unsqueeze(-1)).exp_().sum(dim=-1)
+        shift = sums[0].masked_fill(sums[0] == -torch.inf, 0.0)  # all are -inf here: the sum is 0, not exp(-inf + inf)
+        sums[1] = (real - shift.unsqueeze(-1)).exp_().sum(dim=-1)
     target = _wide(logits.gather(-1, columns.index[at].unsqueeze(-1)).squeeze(-1))
     sums[2] = target.masked_fill(columns.elsewhere[at], 0.0)
     return sums

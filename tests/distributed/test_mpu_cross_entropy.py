@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -114,3 +115,38 @@ def refuse(rank: int, world_size: int) -> str:
 def test_sixteen_bits_and_bad_targets(ranks: Ranks) -> None:
     ranks(2, half_precision)
     assert all(message.startswith("target 7:") for message in ranks(2, refuse))
+
+
+INF = float("inf")
+# Rows of 8 logits and a target: on 2 and 4 ranks some ranks have nothing finite, on the first, the last, or every one.
+INFINITE: list[tuple[list[float], int]] = [
+    ([-INF, 0, 0, -INF, *[-INF] * 4], 1),
+    ([*[-INF] * 4, -INF, 2, 3, -INF], 6),
+    ([*[-INF] * 6, 1, -INF], 6),
+    ([*[-INF] * 4, 0, 1, 2, 3], 2),
+    ([0, 1, -INF, 3, 4, 5, 6, 7], 2),
+    ([-INF] * 8, 3),
+]
+
+
+def infinite(rank: int, world_size: int) -> None:
+    rows, target = (torch.tensor(values) for values in zip(*INFINITE, strict=True))
+    for size in SIZES:
+        mpu.initialize_model_parallel(size)
+        whole = rows.clone().requires_grad_()
+        expected = F.cross_entropy(whole, target, reduction="none")
+        assert expected[0].item() == pytest.approx(0.6931, abs=1e-4)
+        assert expected.isnan().tolist() == [False] * 5 + [True]
+        expected.sum().backward()
+        assert whole.grad is not None
+        mine = part(rows, -1).clone().requires_grad_()
+        loss = mpu.vocab_parallel_cross_entropy(mine, target)
+        loss.sum().backward()
+        assert mine.grad is not None
+        assert torch.allclose(loss, expected, 1e-6, equal_nan=True), (size, loss)
+        assert torch.allclose(mine.grad, part(whole.grad, -1), 1e-6, equal_nan=True), (size, mine.grad)
+        mpu.destroy_model_parallel()
+
+
+def test_ranks_without_a_finite_logit(ranks: Ranks) -> None:
+    ranks(4, infinite)
