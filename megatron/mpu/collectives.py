@@ -10,8 +10,8 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _handle(info: GroupInfo) -> dist.ProcessGroup:
-    """The process group of `info`, which has several ranks."""
+def process_group(info: GroupInfo) -> dist.ProcessGroup:
+    """The process group of `info`, which has several ranks; `RuntimeError` where their number was set by hand."""
     if info.group is None:
         raise RuntimeError(
             f"a collective over {info.size} tensor-parallel ranks without processes: their number was set by hand, "
@@ -26,10 +26,10 @@ def all_reduce(x: torch.Tensor, group: Group = None, op: dist.ReduceOp.RedOpType
     if info.size == 1:
         return x
     if x.is_contiguous():
-        dist.all_reduce(x, op, group=_handle(info))
+        dist.all_reduce(x, op, group=process_group(info))
         return x
     packed = x.contiguous()
-    dist.all_reduce(packed, op, group=_handle(info))
+    dist.all_reduce(packed, op, group=process_group(info))
     return x.copy_(packed)
 
 
@@ -39,7 +39,7 @@ def all_gather_first_dim(x: torch.Tensor, group: Group = None) -> torch.Tensor:
     if info.size == 1:
         return x
     gathered = x.new_empty((info.size * x.size(0), *x.shape[1:]))
-    _all_gather_single(gathered, x.contiguous(), group=_handle(info))
+    _all_gather_single(gathered, x.contiguous(), group=process_group(info))
     return gathered
 
 
@@ -51,5 +51,5 @@ def reduce_scatter_first_dim(x: torch.Tensor, group: Group = None) -> torch.Tens
     if x.size(0) % info.size:
         raise ValueError(f"first dimension of size {x.size(0)}: it must be divisible by the group's {info.size} ranks")
     part = x.new_empty((x.size(0) // info.size, *x.shape[1:]))
-    _reduce_scatter_single(part, x.contiguous(), group=_handle(info))
+    _reduce_scatter_single(part, x.contiguous(), group=process_group(info))
     return part

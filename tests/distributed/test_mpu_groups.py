@@ -129,6 +129,35 @@ def test_a_batch_is_handed_from_the_first_tensor_rank(ranks: Ranks) -> None:
     ranks(4, hand_over)
 
 
+def cannot_be_handed_over(rank: int, world_size: int) -> None:
+    """What the first rank cannot send is told to the others, who would wait for ever."""
+    mpu.initialize_model_parallel(2)
+    first = mpu.get_tensor_model_parallel_src_rank()
+    for value, words in (
+        ([1.0, 2.0], "'x' is a list: all data must be tensors"),
+        (None, "'x' is a NoneType"),
+        (torch.ones(3).to_sparse(), ""),
+        (torch.ones(3, device="meta"), ""),
+    ):
+        expected = words if rank == first else "first rank of the tensor group"
+        with pytest.raises(ValueError, match=expected):
+            mpu.broadcast_data(["x"], {"x": value} if rank == first else None, torch.float32)  # type: ignore[dict-item]
+    weights = torch.arange(3.0, requires_grad=True)
+    got = mpu.broadcast_data(["x"], {"x": weights} if rank == first else None, torch.float32)
+    assert got["x"].tolist() == [0.0, 1.0, 2.0]
+    assert not got["x"].requires_grad
+    mpu.destroy_model_parallel()
+
+    mpu.initialize_model_parallel(1)
+    mpu.set_tensor_model_parallel_world_size(2)  # without processes: not a group of all ranks
+    with pytest.raises(RuntimeError, match="set by hand"):
+        mpu.broadcast_data(["x"], {"x": torch.ones(1)}, torch.float32)
+
+
+def test_what_cannot_be_handed_over_is_told_to_all(ranks: Ranks) -> None:
+    ranks(4, cannot_be_handed_over)
+
+
 def streams(rank: int, world_size: int, tensor: int, pipeline: int) -> dict[str, Tensor]:
     mpu.initialize_model_parallel(tensor, pipeline)
     mpu.model_parallel_manual_seed(1234)
