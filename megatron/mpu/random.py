@@ -8,7 +8,8 @@ and, once CUDA is in use, one for the current CUDA device.
 import contextlib
 import hashlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -44,12 +45,19 @@ def _set_default_states(states: Mapping[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(states[_CUDA])
 
 
+class _Lent(NamedTuple):
+    """A stream that the default generators of `devices` ("" and "@cuda") draw from at present."""
+
+    name: str
+    devices: tuple[str, ...]
+
+
 class RngTracker:
     """Named streams beside the default generators. See the top of the file."""
 
     def __init__(self) -> None:
         self._streams: dict[str, dict[str, torch.Tensor]] = {}
-        self._active: tuple[str, ...] = ()
+        self._active: tuple[_Lent, ...] = ()  # one for each fork that is open, the innermost last
 
     def reset(self) -> None:
         """Forget all streams."""
@@ -64,37 +72,51 @@ class RngTracker:
         if name in self._streams:
             raise ValueError(f"random stream {name!r} exists already: reset the tracker first, or take another name")
         self._streams[name] = {"": torch.Generator().manual_seed(seed).get_state()}
+        if self._active and self._active[-1].name == name:  # it was forgotten inside its own fork
+            self._lend()
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
         """Draw from the stream `name` inside the block, and from where the default generators were after it.
 
         Before anything was seeded, the two streams of this file are the default generators themselves, so that layers
-        work alone. Inside a fork of the same name nothing changes.
+        work alone. Forks may be nested: a stream goes on where it was, also one that is forked to further out.
 
         Raises:
             ValueError: there is no such stream.
         """
         unseeded = not self._streams and name in (MODEL_PARALLEL_STREAM, PARAMETER_STREAM)
-        if unseeded or (self._active and self._active[-1] == name):
+        if unseeded or (self._active and self._active[-1].name == name):
             yield
             return
         if name not in self._streams:
             there = ", ".join(self._streams) or "none yet (call mpu.model_parallel_manual_seed)"
             raise ValueError(f"random stream {name!r}: the streams are {there}")
+        self._take_back()
         outside, active = _default_states(), self._active
         _set_default_states(self._stream_states(name, outside))
-        self._active = (*active, name)
+        self._active = (*active, _Lent(name, tuple(outside)))
         try:
             yield
         finally:
-            now = _default_states()
-            if name in self._streams:  # a state of a device that was not in use stays as it is
-                self._streams[name] |= {device: now[device] for device in outside}
+            self._take_back()
             self._active = active
             _set_default_states(outside)
+            self._lend()  # the stream of the fork around this one may have been drawn from inside
 
-    def _stream_states(self, name: str, devices: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _take_back(self) -> None:
+        """Keep what the innermost fork's stream has come to; a state of a device that was not in use stays as it is."""
+        if self._active and self._active[-1].name in self._streams:
+            now = _default_states()
+            name, devices = self._active[-1]
+            self._streams[name] |= {device: now[device] for device in devices}
+
+    def _lend(self) -> None:
+        """Let the default generators draw from the innermost fork's stream, from where that is."""
+        if self._active and self._active[-1].name in self._streams:
+            _set_default_states(self._stream_states(*self._active[-1]))
+
+    def _stream_states(self, name: str, devices: Iterable[str]) -> dict[str, torch.Tensor]:
         """The stream's state for each of `devices`; a CUDA state begins at the seed of the CPU's."""
         states = self._streams[name]
         if _CUDA in devices and _CUDA not in states:
@@ -105,12 +127,17 @@ class RngTracker:
 
     def get_states(self) -> dict[str, torch.Tensor]:
         """Copies of all states, uint8: the name of a stream for the CPU, with "@cuda" behind it for CUDA."""
+        self._take_back()
         return {
             name + device: state.clone() for name, states in self._streams.items() for device, state in states.items()
         }
 
     def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Replace all streams by what `get_states` gave."""
+        """Replace all streams by what `get_states` gave; inside a fork, what is drawn next comes from the new state."""
+        self._replace(states)
+        self._lend()
+
+    def _replace(self, states: Mapping[str, torch.Tensor]) -> None:
         streams: dict[str, dict[str, torch.Tensor]] = {}
         for key, state in states.items():
             name = key.removesuffix(_CUDA)
@@ -120,13 +147,20 @@ class RngTracker:
                 raise ValueError(f"random stream {name!r}: it has a CUDA state and no CPU state")
         self._streams = streams
 
-    def snapshot(self) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
+    def check_no_fork(self, what: str) -> None:
+        """`RuntimeError` inside a fork, where the default generators are not themselves."""
+        if self._active:
+            raise RuntimeError(
+                f"{what} inside a fork of random stream {self._active[-1].name!r}: call it outside of it"
+            )
+
+    def snapshot(self) -> tuple[dict[str, torch.Tensor], tuple[_Lent, ...]]:
         """All that `restore` needs to draw again what is drawn from here on."""
         return self.get_states(), self._active
 
-    def restore(self, snapshot: tuple[dict[str, torch.Tensor], tuple[str, ...]]) -> None:
+    def restore(self, snapshot: tuple[dict[str, torch.Tensor], tuple[_Lent, ...]]) -> None:
         """Go back to a `snapshot`. The default generators are not part of it."""
-        self.set_states(snapshot[0])
+        self._replace(snapshot[0])
         self._active = snapshot[1]
 
 
@@ -143,7 +177,9 @@ def model_parallel_manual_seed(seed: int) -> None:
 
     The default generators, for what is computed alike on all tensor ranks, differ by data rank and pipeline stage; the
     stream "model-parallel-rng" differs by tensor rank too; "parameter-init-rng" is the same on every rank.
+    `RuntimeError` inside a `fork`.
     """
+    _tracker.check_no_fork("model_parallel_manual_seed")
     data, stage, tensor = (
         get_data_parallel_rank(),
         get_pipeline_model_parallel_rank(),
@@ -158,8 +194,9 @@ def model_parallel_manual_seed(seed: int) -> None:
 def rng_state() -> dict[str, torch.Tensor]:
     """Every generator state of this rank as uint8 tensors, for checkpoints: "cpu", "cuda" where in use, "stream:...".
 
-    Take it outside of any `fork`.
+    `RuntimeError` inside a `fork`.
     """
+    _tracker.check_no_fork("rng_state")
     states = {{"": "cpu", _CUDA: "cuda"}[device]: state for device, state in _default_states().items()}
     return states | {_STREAM + name: state for name, state in _tracker.get_states().items()}
 
@@ -169,7 +206,9 @@ def set_rng_state(states: Mapping[str, torch.Tensor]) -> None:
 
     Raises:
         ValueError: a name that `rng_state` does not give, or no "cpu" state.
+        RuntimeError: inside a `fork`.
     """
+    _tracker.check_no_fork("set_rng_state")
     unknown = [name for name in states if name not in ("cpu", "cuda") and not name.startswith(_STREAM)]
     if unknown or "cpu" not in states:
         raise ValueError(f"random states {', '.join(states)}: accepted are cpu (needed), cuda and {_STREAM}NAME")

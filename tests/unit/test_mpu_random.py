@@ -54,6 +54,59 @@ def test_forks_inside_each_other() -> None:
     assert [first, third] == [expected["a"][0], expected["a"][2]]
 
 
+def test_a_stream_forked_to_again_further_in_goes_on() -> None:
+    TRACKER.add("a", 1)
+    TRACKER.add("b", 2)
+    alone = {name: torch.rand(12, generator=torch.Generator().manual_seed(seed)) for name, seed in (("a", 1), ("b", 2))}
+    outside = torch.rand(3, generator=torch.Generator().manual_seed(1)).tolist()
+    drawn: dict[str, list[float]] = {"a": [], "b": []}
+    with TRACKER.fork("a"):
+        drawn["a"] += draw()
+        with TRACKER.fork("b"):
+            drawn["b"] += draw()
+            drawn["a"] += draw_from("a")
+            drawn["b"] += draw()
+            drawn["a"] += draw_from("a")
+        drawn["a"] += draw()
+    drawn["b"] += draw_from("b")
+    assert drawn["a"] == alone["a"].tolist()
+    assert drawn["b"] == alone["b"][:9].tolist()
+    assert draw() == outside
+
+
+def test_states_set_inside_a_fork_count() -> None:
+    TRACKER.add("a", 1)
+    TRACKER.add("b", 2)
+    states = TRACKER.get_states()
+    first = {name: draw_from(name) for name in "ab"}
+    with TRACKER.fork("b"), TRACKER.fork("a"):
+        draw()
+        TRACKER.set_states(states)
+        assert draw() == first["a"]
+        here = TRACKER.get_states()
+        second = draw()
+        TRACKER.set_states(here)
+        assert draw() == second
+    third = draw_from("a")
+    assert draw_from("b") == first["b"]
+    TRACKER.set_states(states)
+    assert [draw_from("a"), draw_from("a"), draw_from("a")] == [first["a"], second, third]
+    with TRACKER.fork("a"):
+        TRACKER.reset()
+        TRACKER.add("a", 1)
+        assert draw() == first["a"]
+
+
+def test_what_needs_the_default_generators_is_refused_inside_a_fork() -> None:
+    mpu.model_parallel_manual_seed(1)
+    state = mpu.rng_state()
+    for call in (mpu.rng_state, lambda: mpu.set_rng_state(state), lambda: mpu.model_parallel_manual_seed(2)):
+        with TRACKER.fork(), pytest.raises(RuntimeError, match="inside a fork of random stream 'model-parallel-rng'"):
+            call()
+    again = mpu.rng_state()
+    assert all(torch.equal(again[name], state[name]) for name in state)
+
+
 def test_an_error_inside_a_fork_leaves_the_streams_right() -> None:
     TRACKER.add("mine", 7)
     outside = torch.get_rng_state()
