@@ -18,7 +18,7 @@ from megatron.model import GPTModel, build_gpt
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.arguments import parse_composed
 from megatron.training.config import RunConfig
-from megatron.training.failure import user_errors
+from megatron.training.failure import mistakes, user_errors
 from megatron.training.loop import pretrain
 from megatron.training.observers import Observer
 from megatron.training.run import Datasets, SampleCounts
@@ -70,7 +70,8 @@ def flops_per_sample(config: RunConfig, vocab_size: int) -> int:
 
 def train(config: RunConfig, observers: Sequence[Observer] = ()) -> Trainee:
     """Train as `config` says, on every rank of the launcher's world alike."""
-    tokenizer = build_tokenizer(config.tokenizer)
+    with mistakes():
+        tokenizer = build_tokenizer(config.tokenizer)
     return pretrain(
         config,
         model_provider=functools.partial(provide_model, config, tokenizer.vocab_size),

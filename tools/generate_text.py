@@ -12,13 +12,13 @@ import torch
 
 from megatron import mpu
 from megatron.base.compose import ComposedConfig, combines
-from megatron.base.config import Config, flag, minimum_problems
+from megatron.base.config import Config, flag, minimum_problems, range_problems
 from megatron.model import gather_logits
 from megatron.tasks.generation import generate
-from megatron.tasks.trained import load_gpt, stored_config
+from megatron.tasks.trained import end_of_document, load_gpt, stored_config
 from megatron.tokenizer import build_tokenizer
 from megatron.training.arguments import parse_composed
-from megatron.training.failure import user_errors
+from megatron.training.failure import mistakes, user_errors
 from megatron.training.setup import DistributedConfig, distributed_world, world_size
 
 
@@ -34,7 +34,8 @@ class GenerateConfig(Config):
     seed: int = flag(1234, "seed of the choices")
 
     def problems(self) -> list[str]:
-        return minimum_problems(self, 0, "out_seq_length", "temperature", "top_k", "seed")
+        found = minimum_problems(self, 0, "out_seq_length", "temperature", "top_k")
+        return found + range_problems(self, 0, 2**32, "seed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,26 +55,31 @@ class Request(ComposedConfig):
 def write_text(request: Request) -> str:
     """The prompt with its continuation, the same on every rank."""
     asked = request.generate
-    stored = stored_config(asked.load)
-    tokenizer = build_tokenizer(stored.tokenizer)
+    with mistakes():
+        stored = stored_config(asked.load)
+        tokenizer = build_tokenizer(stored.tokenizer)
+        prompt = tokenizer.tokenize(asked.prompt)
+        if not prompt:
+            raise ValueError("--prompt: it is empty; at least one token is needed to go on from")
     with distributed_world(request.distributed, asked.seed) as world:
-        model = load_gpt(asked.load, stored, tokenizer.vocab_size, torch.float32, world.device)
+        with mistakes():
+            model = load_gpt(asked.load, stored, tokenizer.vocab_size, world.device)
 
         def logits_of(tokens: torch.Tensor) -> torch.Tensor:
             return gather_logits(model(tokens), tokenizer.vocab_size)
 
         new = generate(
             logits_of,
-            tokenizer.tokenize(asked.prompt),
+            prompt,
             length=asked.out_seq_length,
             context=stored.model.max_position_embeddings,
-            eod=tokenizer.eod,
+            eod=end_of_document(tokenizer),
             temperature=asked.temperature,
             top_k=asked.top_k,
             seed=asked.seed,
             device=world.device,
         )
-        text = asked.prompt + tokenizer.detokenize(new)
+        text = tokenizer.detokenize([*prompt, *new])
         if mpu.get_tensor_model_parallel_rank() == 0:
             print(text, flush=True)
     return text

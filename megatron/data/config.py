@@ -3,7 +3,7 @@
 import dataclasses
 
 from megatron.base.complaints import problems_of
-from megatron.base.config import Config, choice_problems, flag, flag_name, minimum_problems
+from megatron.base.config import Config, choice_problems, flag, flag_name, minimum_problems, range_problems
 from megatron.data.blend import Blend, parse_blend
 from megatron.data.splits import SPLIT_NAMES, parse_split
 from megatron.data.token_sets import token_set_problems
@@ -41,7 +41,7 @@ class DataConfig(Config):
 
     def problems(self) -> list[str]:
         found = choice_problems(self) + minimum_problems(self, 1, "seq_length")
-        found += minimum_problems(self, 0, "num_workers", "data_cache_timeout_minutes")
+        found += minimum_problems(self, 0, "data_cache_timeout_minutes") + range_problems(self, 0, 1024, "num_workers")
         try:
             parse_split(self.split)
         except ValueError as error:

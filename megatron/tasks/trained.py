@@ -10,7 +10,7 @@ from megatron import mpu
 from megatron.base.compose import make_section
 from megatron.checkpointing import load_checkpoint, read_state
 from megatron.model import GPTModel, TransformerConfig
-from megatron.tokenizer import TokenizerConfig
+from megatron.tokenizer import Tokenizer, TokenizerConfig
 from megatron.training.state import layout
 
 
@@ -20,24 +20,36 @@ class StoredConfig:
 
     model: TransformerConfig
     tokenizer: TokenizerConfig
+    dtype: torch.dtype
 
 
 def stored_config(directory: str | os.PathLike[str]) -> StoredConfig:
     """What the newest checkpoint below `directory` was trained with. Raises ValueError where there is none."""
     config: dict[str, Any] = read_state(directory)["config"]
     return StoredConfig(
-        make_section(TransformerConfig, config["model"]), make_section(TokenizerConfig, config["tokenizer"])
+        make_section(TransformerConfig, config["model"]),
+        make_section(TokenizerConfig, config["tokenizer"]),
+        getattr(torch, config["training"]["params_dtype"]),
     )
 
 
+def end_of_document(tokenizer: Tokenizer) -> int | None:
+    """The id at which a text ends, None for a tokenizer that has none."""
+    try:
+        return tokenizer.eod
+    except ValueError:
+        return None
+
+
 def load_gpt(
-    directory: str | os.PathLike[str], stored: StoredConfig, vocab_size: int, dtype: torch.dtype, device: torch.device
+    directory: str | os.PathLike[str], stored: StoredConfig, vocab_size: int, device: torch.device
 ) -> GPTModel:
     """The GPT of the newest checkpoint below `directory`, in evaluation mode, split as the current tensor group is.
 
     Raises ValueError where a tensor is missing, damaged or of another shape.
     """
-    model = GPTModel(stored.model, vocab_size, dtype=dtype, device=device)
+    model = GPTModel(stored.model, vocab_size, dtype=stored.dtype, device="meta").to_empty(device=device)
+    mpu.mirror_attributes(model)
     shardings = mpu.parameter_shardings(model)
     tensors = {name: (p.detach(), shardings[name]) for name, p in model.named_parameters()}
     load_checkpoint(directory, tensors, rank=torch.distributed.get_rank(), layout=layout(), skip=("optimizer.",))

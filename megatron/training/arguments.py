@@ -149,6 +149,17 @@ def unknown_flag_problems(
     return problems
 
 
+class _OnceEach(yaml.SafeLoader):
+    """Reads YAML of plain values; a name that stands twice in a mapping is an error, with `-` and `_` alike."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [str(key.value).replace("_", "-") for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"{name} stands in it more than once")
+        return super().construct_mapping(node, deep)
+
+
 def flags_from_yaml(path: str) -> list[str]:
     """The content of a YAML file of `name: value` lines as command-line words, so that both are read alike.
 
@@ -157,22 +168,21 @@ def flags_from_yaml(path: str) -> list[str]:
     """
     try:
         with open(path, encoding="utf-8") as stream:
-            content = yaml.safe_load(stream) or {}
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+            content = yaml.load(stream, _OnceEach)
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError([f"--config {path}: it cannot be read ({' '.join(str(error).split())})"]) from error
-    if not isinstance(content, dict):
+    if content is not None and not isinstance(content, dict):
         raise ConfigError([f"--config {path}: it must be a mapping of flag names to values"])
     words: list[str] = []
-    for key, value in content.items():
+    for key, value in (content or {}).items():
+        if key == "config" or isinstance(value, dict):
+            what = "another file" if key == "config" else "further names"
+            raise ConfigError([f"--config {path}: {key} holds {what}; write all flags at the top of this file"])
         words += _yaml_words(str(key).replace("_", "-"), value)
     return words
 
 
 def _yaml_words(name: str, value: Any) -> list[str]:
-    if isinstance(value, dict):
-        raise ConfigError(
-            [f"--config: {name} holds further names, but the file has no sections: write all flags at its top"]
-        )
     if value is None:
         return []
     if isinstance(value, bool):
@@ -198,6 +208,20 @@ def _parser_of(composed: type[ComposedConfig], prog: str | None) -> Parser:
     return parser
 
 
+_NEGATIVE_NUMBER = re.compile(r"-[0-9.]+(e[-+]?[0-9]+)?", re.IGNORECASE)
+
+
+def _negative_values_attached(words: Iterable[str]) -> list[str]:
+    """`--lr -1e-4` as `--lr=-1e-4`: argparse takes the second word for a flag, and says that a value is missing."""
+    joined: list[str] = []
+    for word in words:
+        if joined and _NEGATIVE_NUMBER.fullmatch(word) and re.fullmatch("--[^=]+", joined[-1]):
+            joined[-1] += "=" + word
+        else:
+            joined.append(word)
+    return joined
+
+
 def _with_config_file(words: list[str]) -> list[str]:
     """`words` behind those of the file that `--config` names, so that the command line wins."""
     parser = Parser(add_help=False)
@@ -221,7 +245,7 @@ def parse_composed(
     is false, those of files that are named and cannot be used.
     """
     parser = _parser_of(composed, prog)
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = _negative_values_attached(sys.argv[1:] if argv is None else argv)
     namespace, extras = parser.parse_known_args(_with_config_file(words))
     for name, reason in composed.ignored_flags.items():
         if vars(namespace)[name.replace("-", "_")]:

@@ -10,6 +10,7 @@ from megatron.base.config import (
     choice_problems,
     flag,
     minimum_problems,
+    range_problems,
 )
 from megatron.checkpointing.config import CheckpointConfig
 from megatron.data.batch_sizes import BatchSchedule, RampUp
@@ -73,7 +74,8 @@ class TrainingConfig(Config):
             "eval_interval",
             "exit_interval",
         )
-        return found + minimum_problems(self, 0, "train_iters", "eval_iters", "seed")
+        found += minimum_problems(self, 0, "train_iters", "eval_iters")
+        return found + range_problems(self, 0, 2**32, "seed")  # what NumPy's generator takes
 
 
 @dataclasses.dataclass(frozen=True)

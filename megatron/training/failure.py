@@ -4,10 +4,11 @@ import contextlib
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Protocol
 
-from megatron.base.complaints import problems_of
+from megatron.base.complaints import ConfigError, problems_of
 
 _KEY = "megatron/first-failure"
 
@@ -41,6 +42,21 @@ def user_errors() -> Iterator[None]:
         raise SystemExit(130) from None
 
 
+@contextlib.contextmanager
+def mistakes() -> Iterator[None]:
+    """For parts of a run in which a `ValueError` or `OSError` is the user's mistake: raise it as a `ConfigError`."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(problems_of(error)) from error
+    except OSError as error:
+        raise ConfigError([str(error)]) from error
+    except MemoryError as error:
+        raise ConfigError([f"there is not enough memory for what is asked ({error})"]) from error
+
+
 def print_problems(error: ValueError | OSError) -> None:
     """Write the sentences of `error` to stderr, one a line."""
     problems = problems_of(error) if isinstance(error, ValueError) else [str(error)]
@@ -52,22 +68,25 @@ def print_problems(error: ValueError | OSError) -> None:
 def shared_failure(store: Store, rank: int) -> Iterator[None]:
     """Make the ranks of a run end with the message of the one that failed first.
 
-    An exception inside the block is offered to `store`, which keeps the first. The rank whose message it is raises on;
-    every other one, which mostly fails because a collective lost its peer, says the first message and exits with 1.
-    A `ValueError` is the user's and ends with exit code 2 on the rank where it is first, said as a sentence.
+    An exception inside the block is offered to `store`, which keeps the first. The rank whose message it is writes its
+    traceback and exits with 1; or, for a `ConfigError`, which is the user's mistake, its sentences and exits with 2.
+    Every other rank, which mostly fails because a collective lost its peer, says the first message and exits with 1.
     """
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         own = f"rank {rank}: {type(error).__name__}: {error}"
         first = _first_failure(store, own)
         if first != own:
             print(f"rank {rank} stops because of {first}", file=sys.stderr, flush=True)
             raise SystemExit(1) from None
-        if isinstance(error, ValueError):
+        if isinstance(error, SystemExit):
+            raise
+        if isinstance(error, ConfigError):
             print_problems(error)
             raise SystemExit(2) from None
-        raise
+        traceback.print_exc()
+        raise SystemExit(1) from None
 
 
 def _first_failure(store: Store, own: str) -> str:

@@ -11,6 +11,7 @@ import torch
 from megatron import mpu
 from megatron.optimizer import Optimizer, learning_rate
 from megatron.training.config import BatchSizes, RunConfig
+from megatron.training.failure import mistakes
 from megatron.training.observers import Audience, Observer, configured_observers
 from megatron.training.run import (
     SPLITS,
@@ -18,6 +19,7 @@ from megatron.training.run import (
     ModelProvider,
     Run,
     check_lengths,
+    check_progress,
     check_replicas,
     check_vocabulary,
     params_dtype,
@@ -56,18 +58,23 @@ def pretrain(
             MFU, which are left out without it.
         observers: watch the run beside those that the flags ask for; called on the reporting rank alone.
 
-    Returns what was trained. Raises `ValueError` for mistakes of the user; once ranks have met, an error on one ends
-    all with its message (`training.failure`).
+    Returns what was trained. Raises `ConfigError` (a `ValueError`) for mistakes of the user; once ranks have met, an
+    error on one ends all with its message (`training.failure`).
     """
-    counts = sample_counts(config, world_size())
-    datasets = dataset_provider(counts)
-    check_lengths(datasets, counts)
+    with mistakes():
+        counts = sample_counts(config, world_size())
+        datasets = dataset_provider(counts)
+        check_lengths(datasets, counts)
     with distributed_world(config.distributed, config.training.seed) as world:
-        check_vocabulary(datasets, vocab_size, world)
+        with mistakes():
+            check_vocabulary(datasets, vocab_size, world)
         trainee = _new_trainee(config, model_provider, world)
-        messages = [line for d in datasets for line in getattr(d, "report", list)()] + restore(trainee, config, world)
-        # Nothing is written before this line: whatever is wrong has been told by now.
-        audience = Audience(_open_outputs(config, observers) if world.rank == 0 else [])
+        with mistakes():
+            messages = [line for d in datasets for line in getattr(d, "report", list)()]
+            messages += restore(trainee, config, world)
+            check_progress(config, trainee.state, world.size)
+            # Nothing is written before this line: whatever is wrong has been told by now.
+            audience = Audience(_open_outputs(config, observers) if world.rank == 0 else [])
         run = Run(config, world, trainee, datasets, forward_step, flops_per_sample, audience)
         try:
             audience.on_start(_description(run))
@@ -82,10 +89,11 @@ def pretrain(
 def _open_outputs(config: RunConfig, observers: Sequence[Observer]) -> list[Observer]:
     """The observers, ready to write, and the folder of `--save`. Raises `ValueError` where one cannot be written."""
     try:
+        configured = configured_observers(config.logging)
         if config.checkpoint.save is not None:
             os.makedirs(config.checkpoint.save, exist_ok=True)
             tempfile.TemporaryFile(dir=config.checkpoint.save).close()
-        return [*configured_observers(config.logging), *observers]
+        return [*configured, *observers]
     except OSError as error:
         raise ValueError(f"--save, --metrics-file or --tensorboard-dir cannot be written: {error}") from error
 
@@ -125,13 +133,6 @@ def _train(run: Run) -> None:
     if run.config.training.eval_at_start and state.iteration == 0:
         _evaluate(run, "validation")
     end = run.config.batch_schedule(run.world.size).consumed_after(total - state.iteration, state.consumed_samples)
-    prepared = sample_counts(run.config, run.world.size)[0]
-    if state.iteration < total and end > prepared:
-        raise ValueError(
-            f"--load: {state.consumed_samples} samples are consumed after iteration {state.iteration}; with this "
-            f"--global-batch-size iteration {total} ends at sample {end}, but a run from the start at {prepared}, for "
-            "which the data is prepared: give fewer --train-iters or the batch size of the checkpoint"
-        )
     batches = run.batches(training, state.consumed_samples, end, run.config.training.ramp_up)
     interval = Interval(run.workload())
     while state.iteration < total:
@@ -198,6 +199,8 @@ def _evaluate(run: Run, split: str) -> None:
         data_group=mpu.get_data_parallel_group(),
         device=run.world.device,
     ).mean
+    if split == "validation":
+        run.trainee.state.evaluated_iteration = run.trainee.state.iteration
     perplexity = math.exp(min(loss, _HIGHEST_EXPONENT))
     run.audience.on_evaluation(
         split, {"iteration": run.trainee.state.iteration, "loss": loss, "perplexity": perplexity}
@@ -205,7 +208,7 @@ def _evaluate(run: Run, split: str) -> None:
 
 
 def _final_evaluations(run: Run) -> None:
-    if not _due(run.config.training.eval_interval, run.trainee.state.iteration):
+    if run.trainee.state.evaluated_iteration != run.trainee.state.iteration:
         _evaluate(run, "validation")
     _evaluate(run, "test")
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,7 +23,19 @@ class LoggingConfig(Config):
     progress_bar: bool = flag(False, "show a progress bar")
 
     def problems(self) -> list[str]:
-        return minimum_problems(self, 1, "log_interval")
+        found = minimum_problems(self, 1, "log_interval")
+        if self.tensorboard_dir == "":
+            found.append("--tensorboard-dir '': it must be a folder")
+        return found
+
+    def input_problems(self) -> list[str]:
+        """Whether what is in the way of the outputs can be written over or into."""
+        found = []
+        if self.metrics_file is not None and os.path.isdir(self.metrics_file):
+            found.append(f"--metrics-file {self.metrics_file}: it is a folder and cannot be written")
+        if self.tensorboard_dir is not None and os.path.isfile(self.tensorboard_dir):
+            found.append(f"--tensorboard-dir {self.tensorboard_dir}: it is a file and cannot be written into")
+        return found
 
 
 Metrics = Mapping[str, float | int]

@@ -13,7 +13,7 @@ from megatron.data import GlobalBatchSampler, RampUp, build_loader
 from megatron.training.config import BatchSizes, RunConfig
 from megatron.training.observers import Audience
 from megatron.training.setup import World
-from megatron.training.state import Trainee
+from megatron.training.state import RunState, Trainee
 from megatron.training.step import Batch, ForwardStep
 from megatron.training.throughput import Workload, device_peak
 
@@ -99,6 +99,26 @@ def check_lengths(datasets: Datasets, counts: SampleCounts) -> None:
     for split, dataset, count in zip(SPLITS, datasets, counts, strict=True):
         if dataset is not None and len(dataset) < count:
             raise ValueError(f"the {split} set has {len(dataset)} samples, but the run needs {count}")
+
+
+def check_progress(config: RunConfig, state: RunState, ranks: int) -> None:
+    """Raise `ValueError` where a loaded run is beyond `--train-iters`, or will ask for more samples than there are.
+
+    The data is prepared for a run from the start; one that was begun with larger batches has consumed more by now.
+    """
+    total = config.training.train_iters
+    if state.iteration > total:
+        raise ValueError(f"--train-iters {total}: the checkpoint is of iteration {state.iteration} already")
+    end = config.batch_schedule(ranks).consumed_after(total - state.iteration, state.consumed_samples)
+    prepared = sample_counts(config, ranks)[0]
+    if state.iteration < total and end > prepared:
+        size = config.batch_schedule(ranks).global_batch_size
+        raise ValueError(
+            f"--global-batch-size {size}: {state.consumed_samples} samples are consumed after iteration "
+            f"{state.iteration}, so that iteration {total} would end at sample {end}, but data is prepared for "
+            f"{prepared}: give the batch size of the checkpoint (about {state.consumed_samples // state.iteration}) or "
+            "fewer --train-iters"
+        )
 
 
 def check_vocabulary(datasets: Datasets, vocab_size: int, world: World) -> None:

@@ -13,7 +13,7 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 from torch.distributed.rendezvous import rendezvous
 
 from megatron import mpu
-from megatron.base.config import Config, choice_problems, flag, minimum_problems
+from megatron.base.config import Config, choice_problems, flag, minimum_problems, range_problems
 from megatron.training.failure import shared_failure
 
 
@@ -35,7 +35,7 @@ class DistributedConfig(Config):
 
     def problems(self) -> list[str]:
         found = choice_problems(self) + minimum_problems(self, 1, "tensor_model_parallel_size")
-        return found + minimum_problems(self, 0.01, "distributed_timeout_minutes")
+        return found + range_problems(self, 0.01, 1e6, "distributed_timeout_minutes")
 
     def input_problems(self) -> list[str]:
         """Whether there is a device for the backend."""
@@ -107,14 +107,17 @@ def distributed_world(config: DistributedConfig, seed: int) -> Iterator[World]:
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
     adopted = dist.is_initialized()
     store = None if adopted else _meet(backend, timeout, device)
+    failed = True
     try:
         with contextlib.nullcontext() if store is None else shared_failure(store, dist.get_rank()):
             _quiet_unless_first(dist.get_rank())
             _initialize_model_parallel(config, timeout)
             mpu.model_parallel_manual_seed(seed)
             yield World(dist.get_rank(), dist.get_world_size(), device, store)
+        failed = False
     finally:
-        if not adopted:
+        # After a failure the peers may be in a collective, and taking its group down could wait for them for ever.
+        if not adopted and (dist.get_world_size() == 1 or not failed):
             mpu.destroy_model_parallel()
             dist.destroy_process_group()
 

@@ -1,7 +1,10 @@
 """How far a run has come, and how its whole state goes into a checkpoint and comes back."""
 
 import dataclasses
+import json
+import os
 import platform
+from collections.abc import Iterable
 from importlib import metadata
 from typing import Any
 
@@ -16,6 +19,9 @@ from megatron.optimizer import Optimizer
 from megatron.training.config import RunConfig
 from megatron.training.setup import World
 
+# What the order of the samples depends on beside the seed and the number of samples.
+_ORDERING = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "split", "seq_length")
+
 Placed = dict[str, tuple[Tensor, mpu.Sharding]]
 
 
@@ -25,7 +31,9 @@ class RunState:
 
     iteration: int = 0
     consumed_samples: int = 0
-    saved_iteration: int | None = None  # of this process; not part of a checkpoint
+    # Of this process alone, not part of a checkpoint: what `--save` holds already, and what was evaluated last.
+    saved_iteration: int | None = None
+    evaluated_iteration: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +123,11 @@ def restore(trainee: Trainee, config: RunConfig, world: World) -> list[str]:
         world_size=world.size,
     )
     trainee.optimizer.step_count = stored["optimizer"]["step_count"]
-    trainee.state.iteration = trainee.state.saved_iteration = iteration
+    trainee.state.iteration = iteration
+    if config.checkpoint.save is not None and os.path.realpath(config.checkpoint.save) == os.path.realpath(directory):
+        trainee.state.saved_iteration = iteration
     trainee.state.consumed_samples = stored["run"]["consumed_samples"]
-    messages = [f"loaded iteration {iteration} of {directory}", *schedule_changes(stored["config"], config)]
+    messages = [f"loaded iteration {iteration} of {directory}", *changes(stored["config"], config)]
     if loaded.rank_tensors is not None:
         mpu.set_rng_state(loaded.rank_tensors)
         return messages
@@ -126,14 +136,27 @@ def restore(trainee: Trainee, config: RunConfig, world: World) -> list[str]:
     return [*messages, f"it was saved at another layout ({before}), so dropout goes on with other random numbers"]
 
 
-def schedule_changes(stored: dict[str, Any], config: RunConfig) -> list[str]:
-    """A sentence where the flags that shape the learning rate are not those that the checkpoint was trained with."""
-    before = {**stored["schedule"], "train_iters": stored["training"]["train_iters"]}
-    now = {**dataclasses.asdict(config.schedule), "train_iters": config.training.train_iters}
-    changed = [
-        f"{flag_name(name)} {now[name]} (was {before.get(name)})" for name in now if now[name] != before.get(name)
+def changes(stored: dict[str, Any], config: RunConfig) -> list[str]:
+    """Sentences where flags that shape the learning rate or the order of the samples are not the checkpoint's.
+
+    `stored` is the config in the checkpoint. The order depends on the number of samples that the whole run asks for.
+    """
+    now = json.loads(json.dumps(dataclasses.asdict(config)))  # as it would be stored: tuples are lists
+    run = ("training", ("train_iters", "global_batch_size", "rampup_batch_size"))
+    shaping = {
+        "learning-rate schedule": [("schedule", tuple(now["schedule"])), run],
+        "order of the samples": [("data", _ORDERING), run, ("training", ("seed",))],
+    }
+    return [
+        f"the {what} is not the checkpoint's: {', '.join(found)}"
+        for what, parts in shaping.items()
+        if (found := [text for section, names in parts for text in _changed(stored[section], now[section], names)])
     ]
-    return [f"the learning-rate schedule is not the checkpoint's: {', '.join(changed)}"] if changed else []
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any], names: Iterable[str]) -> list[str]:
+    different = [name for name in names if now[name] != before.get(name)]
+    return [f"{flag_name(name)} is {now[name]} and was {before.get(name)}" for name in different]
 
 
 def model_differences(stored: dict[str, Any], present: dict[str, Any], directory: str) -> list[str]:

@@ -26,12 +26,7 @@ class LossSum:
     @property
     def mean(self) -> float:
         """The loss; 0 where nothing was counted."""
-        return self.total / self.divisor
-
-    @property
-    def divisor(self) -> float:
-        """`count`, or 1 where nothing was counted."""
-        return max(self.count, 1.0)
+        return self.total / self.count if self.count > 0 else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +48,7 @@ def normalized(loss: Tensor, tokens: Tensor, normalization: str) -> tuple[Tensor
     """The pair of a micro-batch as it enters the sums: itself for "tokens", (its mean, 1) for "microbatch"."""
     if normalization == "tokens":
         return loss, tokens
-    return loss / tokens.clamp(min=1), torch.ones_like(tokens)
+    return loss / tokens.where(tokens > 0, 1), torch.ones_like(tokens)
 
 
 def sum_over_replicas(total: Tensor, count: Tensor, data_group: dist.ProcessGroup | None) -> LossSum:
@@ -79,7 +74,8 @@ def train_step(
     """Run one iteration and change the weights.
 
     Gradients of the sums of losses are accumulated over the micro-batches, summed over the replicas, and divided once
-    by what the whole global batch counted, so that neither micro-batch size nor layout changes them.
+    by what the whole global batch counted, so that neither micro-batch size nor layout changes them. Raises
+    `ValueError` where it counted nothing.
     """
     model.train()
     optimizer.zero_grad()
@@ -89,7 +85,7 @@ def train_step(
         loss.backward()
         total, count = total + loss.detach(), count + tokens
     loss_sum = sum_over_replicas(total, count, data_group)
-    optimizer.reduce_gradients(loss_sum.divisor)
+    optimizer.reduce_gradients(loss_sum.count)
     return Step(loss_sum, optimizer.step(lr))
 
 

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 import pretrain_gpt
+from megatron.base.complaints import ConfigError
 from megatron.data.indexed import IndexedWriter
+from megatron.tokenizer.null import NullTokenizer
+from megatron.training.arguments import parse_composed
+from megatron.training.config import RunConfig
+from megatron.training.failure import user_errors
+from megatron.training.loop import pretrain
 from tests.harness.runs import flags, write_documents
 
 
@@ -74,7 +80,13 @@ def test_all_complaints_of_a_launch_come_at_once(
         ({"data_path": "/no/such/place"}, "--data-path /no/such/place: "),
         ({"data_path": None}, "--data-path"),
         ({"seq_length": 4096, "max_position_embeddings": 4096}, "--seq-length 4096"),
-        ({"vocab_size": 50}, "token id"),
+        ({"vocab_size": 50}, "the data holds the token id 99, but the vocabulary has only 50 ids"),
+        ({"vocab_size": 99}, "the data holds the token id 99, but the vocabulary has only 99 ids"),
+        ({"num_workers": 10**6}, "--num-workers 1000000"),
+        ({"seed": 2**32}, "--seed 4294967296"),
+        ({"distributed_timeout_minutes": "1e300"}, "--distributed-timeout-minutes 1e+300"),
+        ({"clip_grad": "-1e-4"}, "--clip-grad -0.0001"),
+        ({"tensorboard_dir": ""}, "--tensorboard-dir"),
     ],
 )
 def test_one_mistake(
@@ -87,17 +99,13 @@ def test_one_mistake(
     assert sentence in told[0]
 
 
-@pytest.mark.parametrize("sizes", [(32, 3, 1, "3"), (32, 4, 8, "8")])
-def test_heads_must_divide_by_the_tensor_ranks(sizes: tuple[int, int, int, str]) -> None:
-    from megatron.base.complaints import ConfigError
-    from megatron.training.arguments import parse_composed
-    from megatron.training.config import RunConfig
-
-    hidden, heads, tensor, named = sizes
+@pytest.mark.parametrize(("hidden", "heads", "tensor"), [(33, 3, 2), (32, 4, 8)])
+def test_heads_must_divide_by_the_tensor_ranks(hidden: int, heads: int, tensor: int) -> None:
     words = flags("data", hidden_size=hidden, num_attention_heads=heads, tensor_model_parallel_size=tensor)
     with pytest.raises(ConfigError) as caught:
         parse_composed(RunConfig, words, world_size=tensor, check_inputs=False)
-    assert f"--num-attention-heads {named}" in str(caught.value) or "--num-attention-heads 4" in str(caught.value)
+    expected = f"--num-attention-heads {heads}: it must be a multiple of --tensor-model-parallel-size {tensor}"
+    assert expected in caught.value.problems
 
 
 def test_truncated_token_files(capsys: pytest.CaptureFixture[str], data_path: str, tmp_path: Path) -> None:
@@ -150,3 +158,39 @@ def test_outputs_that_cannot_be_written(capsys: pytest.CaptureFixture[str], data
         assert len(told) == 1
         assert "cannot be written" in told[0]
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_run_that_is_beyond_its_end(capsys: pytest.CaptureFixture[str], data_path: str, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    pretrain_gpt.main(flags(data_path, train_iters=4, save=saved))
+    capsys.readouterr()
+    told = complaints(capsys, flags(data_path, train_iters=3, load=saved))
+    assert told == ["--train-iters 3: the checkpoint is of iteration 4 already"]
+    metrics = tmp_path / "metrics.jsonl"
+    words = flags(data_path, train_iters=6, load=saved, global_batch_size=2, metrics_file=metrics)
+    told = complaints(capsys, words)
+    assert len(told) == 1
+    assert "give the batch size of the checkpoint (about 8)" in told[0]
+    assert not metrics.exists()
+
+
+def test_an_error_of_the_program_keeps_its_traceback(capsys: pytest.CaptureFixture[str], data_path: str) -> None:
+    config = parse_composed(RunConfig, flags(data_path), world_size=1)
+
+    def spoilt(model: object, batch: object) -> object:
+        one, two = (1, 2, 3)  # type: ignore[misc]
+        return one, two
+
+    with pytest.raises(SystemExit) as caught, user_errors():
+        pretrain(
+            config,
+            model_provider=lambda dtype, device: pretrain_gpt.provide_model(config, 100, dtype, device),
+            dataset_provider=lambda counts: pretrain_gpt.provide_datasets(config, NullTokenizer(100), counts),
+            forward_step=spoilt,  # type: ignore[arg-type]
+            vocab_size=100,
+        )
+    assert caught.value.code == 1
+    error = capsys.readouterr().err
+    assert "Traceback" in error
+    assert "in spoilt" in error
+    assert "too many values to unpack" in error

@@ -45,7 +45,7 @@ def test_mistakes_are_told(checkpoints: str, tmp_path: Path, capsys: pytest.Capt
     main = tool()["main"]
     for words, sentence in (
         (["--load", str(tmp_path), "--prompt", "1"], "there is no checkpoint"),
-        (["--load", checkpoints, "--prompt", ""], "prompt is empty"),
+        (["--load", checkpoints, "--prompt", ""], "--prompt: it is empty"),
         (["--load", checkpoints, "--prompt", "1", "--top-k", "-1"], "--top-k -1"),
         (
             ["--load", checkpoints, "--prompt", "1", "--tensor-model-parallel-size", "2"],

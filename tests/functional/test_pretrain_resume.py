@@ -53,3 +53,34 @@ def test_saving_on_the_way_changes_nothing(ranks: Ranks, data_path: str, tmp_pat
         "iter_0000008",
         "latest_checkpointed_iteration.txt",
     ]
+
+
+def test_evaluating_on_the_way_changes_nothing(ranks: Ranks, data_path: str) -> None:
+    chosen = {"attention_dropout": 0.1, "hidden_dropout": 0.1, "train_iters": 6}
+    plain = ranks(2, run_pretrain, flags(data_path, tensor_model_parallel_size=2, eval_iters=0, **chosen))
+    words = flags(data_path, tensor_model_parallel_size=2, eval_interval=2, eval_at_start=True, **chosen)
+    evaluating = ranks(2, run_pretrain, words)
+    assert [e["iteration"] for e in evaluating[0].evaluations] == [0, 2, 4, 6]
+    for rank in range(2):
+        assert_bit_equal(evaluating[rank], plain[rank])
+
+
+def test_evaluation_leaves_out_dropout(ranks: Ranks, data_path: str) -> None:
+    words = flags(data_path, train_iters=0, lr_warmup_iters=0)
+    plain = ranks(1, run_pretrain, words)[0].evaluations
+    dropping = ranks(1, run_pretrain, [*words, "--hidden-dropout", "0.5", "--attention-dropout", "0.5"])[0].evaluations
+    assert len(plain) == 1
+    assert plain == dropping
+
+
+def test_a_loaded_run_saves_to_another_folder_and_tells_what_changed(
+    ranks: Ranks, data_path: str, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    chosen = {"train_iters": 4, "eval_iters": 0}
+    ranks(1, run_pretrain, flags(data_path, save=first, **chosen))
+    ranks(1, run_pretrain, flags(data_path, load=first, save=second, **chosen))
+    assert (second / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
+    told = ranks(1, run_pretrain, flags(data_path, load=first, lr=2e-3, seed=7, **chosen))[0].messages
+    assert "the learning-rate schedule is not the checkpoint's: --lr is 0.002 and was 0.001" in told
+    assert "the order of the samples is not the checkpoint's: --seed is 7 and was 1234" in told

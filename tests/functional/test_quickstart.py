@@ -1,13 +1,16 @@
 """examples/quickstart.sh from beginning to end, with few iterations: every step runs and leaves what it promises."""
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from examples.quickstart.report import main as report
-from tests.harness.launch import environment, run_command
+from tests.harness.launch import REPOSITORY, environment, run_command
+
+# By its path: other packages bring a top-level `examples` of their own.
+report = runpy.run_path(str(REPOSITORY / "examples" / "quickstart" / "report.py"), run_name="report")["main"]
 
 
 @pytest.mark.slow

@@ -73,11 +73,15 @@ def flags(data_path: str | Path, **changes: Any) -> list[str]:
 
 
 class Recorder(Observer):
-    """Keeps every log line and evaluation."""
+    """Keeps every log line, evaluation and message."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
         self.evaluations: list[dict[str, float]] = []
+        self.messages: list[str] = []
+
+    def on_message(self, text: str) -> None:
+        self.messages.append(text)
 
     def on_log(self, metrics: Metrics) -> None:
         self.steps.append(dict(metrics))
@@ -91,10 +95,11 @@ Piece = tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]  # name, global
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a run left on one rank. Steps and evaluations are seen by the reporting rank alone."""
+    """What a run left on one rank. Steps, evaluations and messages are seen by the reporting rank alone."""
 
     steps: list[dict[str, float]]
     evaluations: list[dict[str, float]]
+    messages: list[str]
     pieces: list[Piece]
     local: dict[str, np.ndarray]
     rng: dict[str, np.ndarray]
@@ -117,7 +122,7 @@ def outcome_of(trainee: Trainee, recorder: Recorder) -> Outcome:
     """What a run left on this rank."""
     local = {name: tensor.numpy().copy() for name, (tensor, _) in trainee.tensors().items()}
     rng = {name: state.numpy().copy() for name, state in mpu.rng_state().items()}
-    return Outcome(recorder.steps, recorder.evaluations, trainee_pieces(trainee), local, rng)
+    return Outcome(recorder.steps, recorder.evaluations, recorder.messages, trainee_pieces(trainee), local, rng)
 
 
 def run_pretrain(rank: int, world_size: int, words: Sequence[str]) -> Outcome:

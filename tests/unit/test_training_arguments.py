@@ -100,7 +100,21 @@ def test_yaml_file_reads_like_flags_and_the_command_line_wins(tmp_path: Path) ->
     )
 
 
-@pytest.mark.parametrize("content", ["- a\n- b\n", "a: [1\n", "\x00"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "- a\n- b\n",
+        "a: [1\n",
+        "\x00",
+        "0",
+        "false",
+        "[]",
+        "a: 2024-13-45",
+        "a-b: 1\na_b: 2",
+        "[" * 3000,
+        "config: b.yaml",
+    ],
+)
 def test_yaml_file_that_is_no_mapping_is_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "car.yaml"
     path.write_text(content)
@@ -156,6 +170,13 @@ def test_flags_for_what_is_not_here_are_refused_by_name() -> None:
     ]
     known = {f.name.replace("_", "-") for s in dataclasses.fields(RunConfig) for f in dataclasses.fields(s.type)}  # type: ignore[arg-type]
     assert not known & RunConfig.unsupported_flags
+
+
+def test_a_negative_number_is_a_value() -> None:
+    assert problems("--cylinders", "-1e+2", "--power", "-1e-4") == [
+        "--cylinders -1e+2: it must be a whole number",
+    ]
+    assert problems("--cylinders", "6", "--power", "-1e-4") == ["--power -0.0001: it must be at least 1"]
 
 
 def test_a_yaml_file_has_no_sections(tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""The loss divided once: sums, counts and what is done where nothing is counted."""
+
+import pytest
+import torch
+from torch import nn
+
+from megatron import mpu
+from megatron.optimizer import Optimizer, OptimizerConfig
+from megatron.training.step import LossSum, normalized, train_step
+
+WEIGHT = torch.tensor([[1.0, -2.0, 3.0]])
+
+
+def run(scale: float, counts: list[float], normalization: str = "tokens") -> tuple[float, float]:
+    """Loss and gradient norm of one step over micro-batches that count `counts`, their losses scaled by `scale`."""
+    model = nn.Linear(3, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(WEIGHT)
+    optimizer = Optimizer(model, mpu.parameter_shardings(model), OptimizerConfig(clip_grad=0.0))
+    batches = iter([{"x": torch.eye(3)[i : i + 1]} for i in range(len(counts))])
+    numbers = iter(counts)
+
+    def forward_step(module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return module(batch["x"]).sum() * scale, torch.tensor(next(numbers))
+
+    step = train_step(
+        model,
+        optimizer,
+        batches,
+        forward_step,
+        num_micro_batches=len(counts),
+        lr=0.0,
+        normalization=normalization,
+        data_group=None,
+        device=torch.device("cpu"),
+    )
+    return step.loss.mean, step.grad_norm
+
+
+@pytest.mark.parametrize("count", [0.5, 1.0, 4.0])
+def test_loss_and_gradient_are_divided_by_what_is_counted(count: float) -> None:
+    """Also where weighted tokens count for less than one."""
+    loss, norm = run(2.0, [count, count, 0.0])
+    assert loss == pytest.approx(2.0 * (1 - 2 + 3) / (2 * count))
+    assert norm == pytest.approx(2.0 * 3**0.5 / (2 * count))
+
+
+def test_the_mean_of_micro_batch_means() -> None:
+    loss, norm = run(1.0, [0.5, 4.0], "microbatch")
+    assert loss == pytest.approx((1 / 0.5 - 2 / 4) / 2)
+    assert norm == pytest.approx((0.5**-2 + 4**-2) ** 0.5 / 2)
+
+
+def test_a_batch_that_counts_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no token of the global batch was counted"):
+        run(1.0, [0.0, 0.0])
+    assert LossSum(0.0, 0.0).mean == 0.0
+    assert [float(x) for x in normalized(torch.tensor(0.0), torch.tensor(0.0), "microbatch")] == [0.0, 1.0]
