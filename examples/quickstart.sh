@@ -18,7 +18,6 @@ source "$repository/tools/setup_environment.sh"
 export OMP_NUM_THREADS=1  # two ranks on as few as two cores
 cd "$repository"
 mkdir -p "$folder"
-rm -rf "$folder/checkpoints" "$folder/tensorboard" "$folder/metrics.jsonl"
 
 step "2/6 text: the Python standard library"
 python examples/quickstart/gather_text.py "$folder/corpus.jsonl"
@@ -34,6 +33,12 @@ python tools/preprocess_data.py --input "$folder/corpus.jsonl" --output-prefix "
   --workers 2 "${tokenizer[@]}"
 
 step "5/6 pretraining on two tensor-parallel ranks"
+for old in checkpoints tensorboard metrics.jsonl index_cache; do
+  if [ -e "$folder/$old" ]; then
+    echo "replacing $folder/$old of an earlier run"
+    rm -rf "${folder:?}/$old"
+  fi
+done
 model=(--num-layers 2 --hidden-size 192 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
   --attention-dropout 0 --hidden-dropout 0)  # one pass over the text: nothing to guard against
 batch=(--micro-batch-size 16 --global-batch-size 16 --train-iters "$iterations")
@@ -49,4 +54,4 @@ python examples/quickstart/report.py "$folder/metrics.jsonl" --below "$below"
 printf '\na sample:\n'
 torchrun --standalone --nproc-per-node 2 tools/generate_text.py --load "$folder/checkpoints" --distributed-backend gloo \
   --prompt "def read_" --out-seq-length 80 --top-k 20 --temperature 0.8
-printf '\nTensorBoard: tensorboard --logdir %s\n' "$folder/tensorboard"
+printf '\nTensorBoard: %s --logdir %s\n' "$(command -v tensorboard || echo tensorboard)" "$folder/tensorboard"

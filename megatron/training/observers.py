@@ -89,14 +89,15 @@ class Console(Observer):
 
 
 class ProgressBar(Observer):
-    """A bar of iterations on standard error."""
+    """A bar of iterations on standard error; drawn rarely where that is no terminal."""
 
     def __init__(self) -> None:
         self._bar: Any = None
 
     def on_iteration(self, iteration: int, train_iters: int) -> None:
         if self._bar is None:
-            self._bar = tqdm(total=train_iters, initial=iteration - 1, desc="pretraining", unit="it", mininterval=0.5)
+            every = 0.5 if sys.stderr.isatty() else 15.0  # seconds
+            self._bar = tqdm(total=train_iters, initial=iteration - 1, desc="pretraining", unit="it", mininterval=every)
         self._bar.update()
 
     def on_end(self) -> None:

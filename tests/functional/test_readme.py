@@ -70,7 +70,7 @@ def test_pretraining_commands_run_at_toy_size(readme: str, tmp_path: Path, repos
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    run("python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 300 --output-dir .")
+    run(shlex.join(command(readme, "tools/train_tokenizer.py")).replace("32000", "300"))
     run(shlex.join(command(readme, "tools/preprocess_data.py")).replace("--workers 8", "--workers 1"))
     words = shlex.join(command(readme, "pretrain_gpt.py"))
     words = words.replace("--nproc-per-node 8", "--standalone --nproc-per-node 2").replace("-size 4 ", "-size 2 ", 1)
