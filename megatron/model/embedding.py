@@ -38,6 +38,8 @@ class PositionEmbedding(nn.Module):
             raise ValueError(f"a sequence of {length} tokens: --max-position-embeddings {most} allows {most} at most")
         if position_ids is None:
             return self.weight[:length].unsqueeze(1)
+        mpu.utils.check_id_dtype(position_ids, "position")
+        position_ids = position_ids.long()
         self._check(position_ids)
         return F.embedding(position_ids.t(), self.weight)
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.initialize import Group, GroupInfo, resolve_group
 from megatron.mpu.mappings import apply, backward_once
-from megatron.mpu.utils import check_ids, local_rows
+from megatron.mpu.utils import check_id_dtype, check_ids, local_rows
 
 _NO_TARGET = -1  # all negative targets mean the same
 
@@ -33,6 +33,8 @@ class _Columns:
             raise ValueError(f"vocab_size {vocab_size}: it must be at least 1 and at most {width * info.size}")
         first = info.rank * width
         self.real = max(0, min(width, vocab_size - first))  # columns that are no padding
+        check_id_dtype(target, "target")
+        target = target.long()  # before the negative ones are made equal: unsigned numbers would wrap around
         self.counted = target >= 0
         target = target.clamp(min=_NO_TARGET)
         check_ids(target, vocab_size, _NO_TARGET, "target")
@@ -159,7 +161,7 @@ def vocab_parallel_cross_entropy(
             real.
 
     Raises:
-        ValueError: shapes that do not fit, and on a CPU a target at or above the vocabulary size. On CUDA such a target
+        ValueError: shapes that do not fit, targets that are no integers, and on a CPU one at or above the vocabulary size. On CUDA such a target
             stops the kernel with a device-side assertion, since looking at it on the host would make it wait.
     """
     info = resolve_group(group)

@@ -23,12 +23,20 @@ class GroupInfo:
     """A tensor-parallel group as a layer needs it: the handle, this rank's place in it, and its size.
 
     `group` is None for a group of one, and where sizes were set by hand without any processes (to build the shard of
-    some rank on the meta device, say); a collective over the latter raises.
+    some rank on the meta device, say); a collective over the latter raises. `ValueError` for a rank that the group does
+    not have.
     """
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(
+                f"tensor model parallel rank {self.rank} of {self.size}: it must be at least 0 and below the size, see "
+                "mpu.set_tensor_model_parallel_rank and mpu.set_tensor_model_parallel_world_size"
+            )
 
     def __deepcopy__(self, memo: object) -> GroupInfo:
         """A process group is a handle to something outside: a copied layer keeps talking to the same ranks."""
@@ -175,7 +183,7 @@ def resolve_group(group: Group = None) -> GroupInfo:
     Where it is None and nothing was initialised, a group of one. This is what `group=None` means all over mpu.
 
     Raises:
-        ValueError: this rank is no member of the process group `group`.
+        ValueError: this rank is no member of the process group `group`, or a rank and size set by hand do not fit.
     """
     if isinstance(group, GroupInfo):
         return group

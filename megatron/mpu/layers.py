@@ -16,7 +16,7 @@ from megatron.mpu.mappings import (
 )
 from megatron.mpu.random import PARAMETER_STREAM, get_rng_tracker
 from megatron.mpu.sharding import Sharding, mirror_attributes
-from megatron.mpu.utils import VocabUtility, check_ids, local_rows
+from megatron.mpu.utils import VocabUtility, check_id_dtype, check_ids, local_rows
 
 Initializer = Callable[[torch.Tensor], Any]
 
@@ -37,6 +37,11 @@ class _ParallelLayer(nn.Module):
         self.group: GroupInfo = resolve_group(group)
         self.sharding: dict[str, Sharding] = {}
         self.initializers: dict[str, Initializer] = {}
+
+    def _check_positive(self, **sizes: int) -> None:
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{type(self).__name__}: {name} {size}: it must be at least 1")
 
     def _part(self, what: str, size: int, stride: int = 1) -> int:
         """`size / t`, provided that it can be cut in `stride * t` chunks."""
@@ -97,7 +102,7 @@ class ColumnParallelLinear(_ParallelLayer):
         dtype, device: of the parameters; PyTorch's defaults where None. On "meta" nothing is drawn.
 
     Raises:
-        ValueError: `output_size` is not divisible by the ranks (times the stride).
+        ValueError: a size or the stride is below 1, or `output_size` is not divisible by the ranks (times the stride).
     """
 
     bias: nn.Parameter | None
@@ -118,6 +123,7 @@ class ColumnParallelLinear(_ParallelLayer):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(group)
+        self._check_positive(input_size=input_size, output_size=output_size, stride=stride)
         self.input_size, self.output_size = input_size, output_size
         self.gather_output, self.skip_bias_add, self.stride = gather_output, skip_bias_add, stride
         self.output_size_per_partition = part = self._part("output_size", output_size, stride)
@@ -159,7 +165,7 @@ class RowParallelLinear(_ParallelLayer):
         The others as in `ColumnParallelLinear`.
 
     Raises:
-        ValueError: `input_size` is not divisible by the ranks (times the stride).
+        ValueError: a size or the stride is below 1, or `input_size` is not divisible by the ranks (times the stride).
     """
 
     bias: nn.Parameter | None
@@ -180,6 +186,7 @@ class RowParallelLinear(_ParallelLayer):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(group)
+        self._check_positive(input_size=input_size, output_size=output_size, stride=stride)
         self.input_size, self.output_size = input_size, output_size
         self.input_is_parallel, self.skip_bias_add, self.stride = input_is_parallel, skip_bias_add, stride
         self.input_size_per_partition = part = self._part("input_size", input_size, stride)
@@ -223,9 +230,9 @@ class VocabParallelEmbedding(_ParallelLayer):
         group, dtype, device: as in `ColumnParallelLinear`.
 
     Raises:
-        ValueError: `num_embeddings` is not divisible by the ranks or below `real_num_embeddings`. In `forward`, on a
-            CPU, for an id outside the real rows; on CUDA such an id stops the lookup with a device-side assertion,
-            since looking at it on the host would make it wait.
+        ValueError: a size is below 1, `num_embeddings` is not divisible by the ranks or below `real_num_embeddings`.
+            In `forward` for ids that are no integers and, on a CPU, for an id outside the real rows; on CUDA such an id
+            stops the lookup with a device-side assertion, since looking at it on the host would make it wait.
     """
 
     def __init__(
@@ -240,6 +247,7 @@ class VocabParallelEmbedding(_ParallelLayer):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(group)
+        self._check_positive(num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         real = num_embeddings if real_num_embeddings is None else real_num_embeddings
         if not 0 < real <= num_embeddings:
             raise ValueError(f"real_num_embeddings {real}: it must be at least 1 and at most {num_embeddings}")
@@ -253,9 +261,11 @@ class VocabParallelEmbedding(_ParallelLayer):
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Ids `[...]` -> `[..., dim]`."""
-        check_ids(input_, self.real_num_embeddings, 0, "token id")
+        check_id_dtype(input_, "token id")
+        ids = input_.long()
+        check_ids(ids, self.real_num_embeddings, 0, "token id")
         rows, elsewhere = local_rows(
-            input_, self.vocab_start_index, self.num_embeddings_per_partition, self.real_num_embeddings
+            ids, self.vocab_start_index, self.num_embeddings_per_partition, self.real_num_embeddings
         )
         output = F.embedding(rows, self.weight)
         if self.group.size == 1:

@@ -56,8 +56,17 @@ class VocabUtility:
         return VocabUtility.vocab_range_from_per_partition_vocab_size(share, rank, world_size)
 
 
+_ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
+
+
+def check_id_dtype(ids: torch.Tensor, what: str) -> None:
+    """`ValueError` for ids that are no integers, or do not all fit in int64: they would be changed silently."""
+    if ids.dtype not in _ID_DTYPES:
+        raise ValueError(f"{what}s of {ids.dtype}: ids must be integers that fit in torch.int64")
+
+
 def check_ids(ids: torch.Tensor, vocab_size: int, lowest: int, what: str) -> None:
-    """`ValueError` where an id lies outside `lowest <= id < vocab_size`, for tensors on the CPU.
+    """`ValueError` where an id lies outside `lowest <= id < vocab_size`, for int64 tensors on the CPU.
 
     On other devices looking would make the host wait for the device: there the lookup that follows is left to fail,
     see `local_rows`.

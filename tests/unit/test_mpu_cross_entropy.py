@@ -137,6 +137,18 @@ def test_a_second_derivative_is_refused() -> None:
         grad.sum().backward()
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.uint8, torch.uint16, torch.uint32], ids=str)
+def test_targets_of_any_integer_type(dtype: torch.dtype) -> None:
+    logits, target = torch.randn(3, 8), torch.tensor([0, 7, 2])
+    expected = F.cross_entropy(logits, target, reduction="none")
+    assert_close(mpu.vocab_parallel_cross_entropy(logits, target.to(dtype)), expected, 1e-6)
+    hidden, weight = torch.randn(3, 4), torch.randn(8, 4)
+    expected = F.cross_entropy(hidden @ weight.T, target, reduction="none")
+    assert_close(
+        mpu.vocab_parallel_linear_cross_entropy(hidden, weight, target.to(dtype), chunk_size=2), expected, 1e-6
+    )
+
+
 def test_what_is_refused() -> None:
     logits, hidden, weight = torch.zeros(2, 8), torch.zeros(2, 3), torch.zeros(8, 3)
     target = torch.tensor([0, 1])
@@ -148,6 +160,10 @@ def test_what_is_refused() -> None:
         mpu.vocab_parallel_cross_entropy(logits, torch.zeros(3, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"target of shape \(1,\)"):
         mpu.vocab_parallel_linear_cross_entropy(hidden, weight, target[:1], chunk_size=1)
+    with pytest.raises(ValueError, match=r"targets of torch\.float32: ids must be integers"):
+        mpu.vocab_parallel_cross_entropy(logits, torch.tensor([1.5, 0.0]))
+    with pytest.raises(ValueError, match=r"targets of torch\.bool"):
+        mpu.vocab_parallel_linear_cross_entropy(hidden, weight, torch.tensor([True, False]), chunk_size=1)
     with pytest.raises(ValueError, match="vocab_size 9: .* at most 8"):
         mpu.vocab_parallel_cross_entropy(logits, target, vocab_size=9)
     with pytest.raises(ValueError, match="chunk_size 0"):

@@ -66,6 +66,17 @@ def test_sizes_set_by_hand_build_any_ranks_shard() -> None:
     assert mpu.get_pipeline_model_parallel_rank() == 0
 
 
+@pytest.mark.parametrize(("rank", "size"), [(9, 4), (4, 4), (-1, 4), (0, 0), (3, None)])
+def test_a_rank_set_by_hand_that_its_group_does_not_have(rank: int, size: int | None) -> None:
+    mpu.set_tensor_model_parallel_rank(rank)  # in any order: looked at when used
+    if size is not None:
+        mpu.set_tensor_model_parallel_world_size(size)
+    with pytest.raises(
+        ValueError, match=f"tensor model parallel rank {rank} of {1 if size is None else size}: it must"
+    ):
+        mpu.VocabParallelEmbedding(16, 4)
+
+
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "virtual", "words"),
     [

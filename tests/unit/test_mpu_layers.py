@@ -156,6 +156,36 @@ def test_sizes_that_do_not_divide() -> None:
             make()
 
 
+def test_sizes_below_one() -> None:
+    for make, words in (
+        (lambda: mpu.ColumnParallelLinear(4, 8, stride=0), "ColumnParallelLinear: stride 0: it must be at least 1"),
+        (lambda: mpu.RowParallelLinear(4, 8, stride=-1), "RowParallelLinear: stride -1"),
+        (lambda: mpu.ColumnParallelLinear(0, 8), "ColumnParallelLinear: input_size 0"),
+        (lambda: mpu.ColumnParallelLinear(4, -8), "ColumnParallelLinear: output_size -8"),
+        (lambda: mpu.RowParallelLinear(-4, 8), "RowParallelLinear: input_size -4"),
+        (lambda: mpu.RowParallelLinear(4, 0), "RowParallelLinear: output_size 0"),
+        (lambda: mpu.VocabParallelEmbedding(0, 4), "VocabParallelEmbedding: num_embeddings 0"),
+        (lambda: mpu.VocabParallelEmbedding(8, -4), "VocabParallelEmbedding: embedding_dim -4"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64, torch.uint64], ids=str)
+def test_ids_that_are_no_integers(dtype: torch.dtype) -> None:
+    layer = mpu.VocabParallelEmbedding(8, 4)
+    with pytest.raises(ValueError, match=f"token ids of {dtype}: ids must be integers"):
+        layer(torch.ones(3).to(dtype))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32], ids=str
+)
+def test_ids_of_any_integer_type(dtype: torch.dtype) -> None:
+    layer = mpu.VocabParallelEmbedding(8, 4)
+    assert torch.equal(layer(torch.tensor([0, 7, 3]).to(dtype)), layer.weight[[0, 7, 3]])
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("bad", [-1, 7, 8, 100])
 def test_ids_outside_the_vocabulary_are_named(size: int, bad: int) -> None:
