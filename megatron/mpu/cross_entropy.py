@@ -161,8 +161,9 @@ def vocab_parallel_cross_entropy(
             real.
 
     Raises:
-        ValueError: shapes that do not fit, targets that are no integers, and on a CPU one at or above the vocabulary size. On CUDA such a target
-            stops the kernel with a device-side assertion, since looking at it on the host would make it wait.
+        ValueError: shapes that do not fit, targets that are no integers, and on a CPU a target at or above the
+            vocabulary size. On CUDA such a target stops the kernel with a device-side assertion, since looking at it
+            on the host would make it wait.
     """
     info = resolve_group(group)
     width = vocab_parallel_logits.size(-1)

@@ -265,6 +265,8 @@ def test_signature_tells_models_and_vocabularies_apart() -> None:
         (torch.tensor([[0, VOCAB]]), None, None, "token id 61: it must be at least 0 and below the vocabulary size 61"),
         (torch.tensor([[0, -1]]), None, None, "token id -1: it must be at least 0 and below the vocabulary size 61"),
         (torch.tensor([[0, 1]]), torch.tensor([[0, 16]]), None, "position 16: --max-position-embeddings 16"),
+        (torch.tensor([[0, 1]]), torch.tensor([[0, 1.5]]), None, r"positions of torch\.float32: ids must be integers"),
+        (torch.tensor([[0, 1.5]]), None, None, r"token ids of torch\.float32: ids must be integers"),
         (
             torch.tensor([[0, 1]]),
             None,
