@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from megatron.base.compose import ComposedConfig
 from megatron.base.config import Config, choice_problems, flag, minimum_problems
+from megatron.base.files import new_folder
 from megatron.data.corpus import Encoder, encode_sources, start_pool
 from megatron.data.corpus_sets import Output, open_writers, write_encoded, write_partitions
 from megatron.data.indexed import IndexedWriter, best_dtype
@@ -154,9 +155,10 @@ def write_all(run: PreprocessRun, encoder: Encoder, sources: list[Source], bad: 
 def preprocess(run: PreprocessRun) -> None:
     """Do what `run` asks for and say what was done."""
     encoder = make_encoder(run)  # complains here, not in a worker
-    Path(run.files.output_prefix).parent.mkdir(parents=True, exist_ok=True)
     bad = BadRecords(fail=run.files.on_bad_record == "fail")
-    for writer in write_all(run, encoder, run.files.sources(), bad):
+    with new_folder(Path(run.files.output_prefix).parent):
+        writers = write_all(run, encoder, run.files.sources(), bad)
+    for writer in writers:
         sentences = f" in {writer.sequences:,} sentences" if run.files.split_sentences else ""
         print(
             f"{writer.prefix}.bin: {writer.documents:,} documents{sentences}, {writer.tokens:,} tokens of "

@@ -33,6 +33,21 @@ def temporary_name(path: str | os.PathLike[str]) -> Path:
 
 
 @contextlib.contextmanager
+def new_folder(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Make the folder `path` where it is missing; after an error in the block, take away those made that are empty."""
+    folder = Path(path)
+    made = [place for place in (folder, *folder.parents) if not place.exists()]  # the deepest first
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for place in made:
+            with contextlib.suppress(OSError):
+                place.rmdir()
+        raise
+
+
+@contextlib.contextmanager
 def atomic_write(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]]:
     """Open a file for writing that takes the name `path` only when the block ends without an error.
 

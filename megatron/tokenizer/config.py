@@ -15,6 +15,8 @@ NEEDED = {
     "NullTokenizer": ("vocab_size",),
 }
 
+_LARGEST = 2**31  # ids: token files hold them as int32
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerConfig(Config):
@@ -37,6 +39,8 @@ class TokenizerConfig(Config):
 
     def problems(self) -> list[str]:
         found = choice_problems(self) + minimum_problems(self, 1, "vocab_size")
+        if self.vocab_size is not None and self.vocab_size > _LARGEST:
+            found.append(f"--vocab-size {self.vocab_size}: it must be at most {_LARGEST}, whose ids int32 holds")
         missing = [name for name in NEEDED.get(self.tokenizer_type, ()) if getattr(self, name) is None]
         if missing:
             needed = " and ".join(flag_name(name) for name in missing)

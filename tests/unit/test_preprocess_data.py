@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,64 @@ def test_training_complains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "bad.jsonl:1" in told
     assert "Traceback" not in told
     assert not target.exists()
+
+
+def test_more_ids_than_can_be_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.txt").write_text("3000000000\n")
+    words = ["--input", str(tmp_path / "x.txt")]
+    for many in ("10000001", "99999999999999999999999"):
+        assert train_tokenizer.main([*words, "--output-dir", str(tmp_path / "new"), "--vocab-size", many]) == 2
+        assert capsys.readouterr().err == f"error: --vocab-size {many}: it must be at most 10000000\n"
+    words += ["--output-prefix", str(tmp_path / "x"), "--tokenizer-type", "NullTokenizer", "--vocab-size"]
+    assert preprocess_data.main([*words, "99999999999"]) == 2
+    assert "--vocab-size 99999999999: it must be at most 2147483648" in capsys.readouterr().err
+    (tmp_path / "x.txt").write_text("2147483647\n")
+    assert preprocess_data.main([*words, str(2**31)]) == 0
+    assert documents_of(tmp_path / "x_text_document") == [[2**31 - 1]]
+
+
+def test_a_tokenizer_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus, target = write_jsonl(tmp_path / "x.jsonl", TEXTS), tmp_path / "new" / "tokenizer"
+    flush = os.fsync
+
+    def full(descriptor: int) -> None:
+        flush(descriptor)
+        if ".merges.txt" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    words = ["--input", str(corpus), "--vocab-size", "290", "--output-dir", str(target)]
+    assert train_tokenizer.main(words) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
+
+
+@pytest.mark.parametrize("kind", ["one letter", "blanks", "many words between"])
+def test_training_ends_on_a_word_of_3_mb(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = {"one letter": "a" * 3_000_000, "blanks": "b" + "\t" * 3_000_000 + "b"}.get(
+        kind, "the fox " * 1000 + "x" * 2500 + " the fox" * 1000
+    )
+    (tmp_path / "x.txt").write_text(text, encoding="utf-8")
+    began = time.process_time()
+    words = ["--input", str(tmp_path / "x.txt"), "--vocab-size", "300", "--output-dir", str(tmp_path / "t")]
+    assert train_tokenizer.main(words) == 0
+    assert time.process_time() - began < 20
+    assert "cut 1 words of more than 1000 characters" in capsys.readouterr().out
+    read = train_tokenizer.Read()
+    parts = list(train_tokenizer.with_words_cut(text, read))
+    assert "".join(parts) == text
+    assert max(len(run) for part in parts for run in re.findall(r"\S+|\s+", part)) == 1000
+    merges = (tmp_path / "t" / "merges.txt").read_text(encoding="utf-8").splitlines()
+    assert {"one letter": "a a", "blanks": "\u0109 \u0109"}.get(kind, "x x") in merges
+
+
+def test_words_of_up_to_1000_characters_are_not_cut(tmp_path: Path) -> None:
+    for text in ("a" * 1000, f"b {'a' * 1000}  {' ' * 990}" * 5, "", "\u00e9" * 999 + "\u2003" * 1000):
+        read = train_tokenizer.Read()
+        assert list(train_tokenizer.with_words_cut(text, read)) == [text]
+        assert read.cut_words == 0
 
 
 def test_workers_write_the_same_files_as_this_process(tmp_path: Path, trained: Path) -> None:
@@ -178,6 +238,18 @@ def test_complaints_come_together_and_nothing_is_written(tmp_path: Path, capsys:
     ):
         assert part in told
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("more", [[], ["--workers", "2", "--partitions", "2"]])
+@pytest.mark.parametrize("content", [b"", b"{\n"])
+def test_a_refused_run_leaves_no_folder(
+    tmp_path: Path, trained: Path, more: list[str], content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.jsonl").write_bytes(content)
+    words = ["--input", str(tmp_path / "x.jsonl"), "--output-prefix", str(tmp_path / "new" / "deep" / "x"), *more]
+    assert preprocess_data.main([*words, *tokenizer_flags(trained)]) == 2
+    assert "there is no usable document" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
