@@ -1,6 +1,5 @@
 """Records of a corpus: where they come from, the texts that they hold, and a count of those that hold none."""
 
-import functools
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -34,12 +33,15 @@ class Source(NamedTuple):
     start: int = 0
     stop: int | None = None
 
-    def place(self, number: int) -> str:
-        """`FILE:LINE` of record `number` of this source, from 1; for Parquet the row."""
-        return f"{self.path}:{number + _lines_before(self.path, self.start)}"
+    def place(self, number: int, before: int | None = None) -> str:
+        """`FILE:LINE` of record `number` of this source, from 1; for Parquet the row. `before` is `lines_before()`."""
+        return f"{self.path}:{number + (self.lines_before() if before is None else before)}"
+
+    def lines_before(self) -> int:
+        """How many lines of the file come before this source; reads the file up to there."""
+        return _lines_before(self.path, self.start)
 
 
-@functools.lru_cache(maxsize=16)
 def _lines_before(path: str, offset: int) -> int:
     """How many lines of a file start before byte `offset`."""
     if offset == 0:
@@ -83,15 +85,21 @@ class BadRecords:
         self.fail = fail
         self.counts: Counter[str] = Counter()
         self.first_places: dict[str, list[str]] = {}
+        self._lines_before: tuple[Source | None, int] = (None, 0)  # of the last source, as counting them takes time
 
     def add(self, kind: str, source: Source, number: int) -> None:
         """Count record `number` of `source`."""
         if self.fail:
-            raise ValueError(f"{source.place(number)}: {kind}; --on-bad-record skip goes on without it")
+            raise ValueError(f"{self._place(source, number)}: {kind}; --on-bad-record skip goes on without it")
         self.counts[kind] += 1
         places = self.first_places.setdefault(kind, [])
         if len(places) < _SHOWN:
-            places.append(source.place(number))
+            places.append(self._place(source, number))
+
+    def _place(self, source: Source, number: int) -> str:
+        if source != self._lines_before[0]:
+            self._lines_before = (source, source.lines_before())
+        return source.place(number, self._lines_before[1])
 
     def merge(self, later: "BadRecords") -> None:
         """Add what was counted in a later part of the input."""

@@ -81,3 +81,13 @@ def test_the_place_in_the_middle_of_a_file_counts_from_its_start(tmp_path: Path,
     first = 1 + sum(begin < start for begin in (0, 3, 4, 9))
     if first <= 4:
         assert source.place(1) == f"{tmp_path / 'x'}:{first}"
+
+
+def test_places_are_those_of_the_file_as_it_is_now(tmp_path: Path) -> None:
+    part = Source(str(tmp_path / "x"), "jsonl", start=4)
+    for content, line in (("1\n2\n3\n4\n", 3), ("1 2\n3\n4\n", 2)):
+        (tmp_path / "x").write_text(content)
+        bad = BadRecords()
+        bad.add("empty", part, 1)
+        assert bad.first_places == {"empty": [f"{part.path}:{line}"]}
+        assert part.place(1) == f"{part.path}:{line}"
