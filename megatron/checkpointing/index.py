@@ -50,11 +50,6 @@ def dtype_of(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def element_size(name: str) -> int:
-    """Bytes of one element of the dtype `name`."""
-    return dtype_of(name).itemsize
-
-
 @dataclasses.dataclass(frozen=True)
 class StoredPiece:
     """A rectangle of a tensor in a file, and the CRC-32 of each block of its bytes."""

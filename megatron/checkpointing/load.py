@@ -46,8 +46,8 @@ def read_state(directory: str | os.PathLike[str], iteration: int | None = None) 
 
     Arguments and errors as for `load_checkpoint`.
     """
-    folder = _find(Path(directory), iteration)
-    return _read_state(folder, _read_index(folder))
+    folder, number = _find(Path(directory), iteration)
+    return _read_state(folder, _read_index(folder, number))
 
 
 def load_checkpoint(
@@ -74,16 +74,16 @@ def load_checkpoint(
         world_size, group: with more than one rank, all agree on how the load went: one small all-reduce.
 
     Raises ValueError naming the file or tensor, and on every rank that agrees, where there is no checkpoint, the
-    tracker or index is broken, a file is missing, cut or does not match its checksums, or the stored tensors are not
-    the wanted ones in name, shape and dtype, or do not cover each of them exactly once. Only blocks that hold wanted
-    values are read and verified. Nothing that is read can run code.
+    tracker, index or state is broken, the folder was given another number, a file is missing, cut or does not match
+    its checksums, or the stored tensors are not the wanted ones in name, shape and dtype, or do not cover each of them
+    exactly once. Only blocks that hold wanted values are read and verified. Nothing that is read can run code.
     """
     with Team(rank, world_size, group, ValueError).step():
         root = Path(directory)
-        folder = _find(root, iteration)
+        folder, number = _find(root, iteration)
         if rank == 0:
             _report_leftovers(root, folder)
-        index = _read_index(folder)
+        index = _read_index(folder, number)
         state = _read_state(folder, index)
         _check_files(folder, index)
         _check_tensors(folder, index, tensors, tuple(skip))
@@ -95,14 +95,15 @@ def load_checkpoint(
         return LoadedState(index.iteration, state, dict(index.layout), own)
 
 
-def _find(directory: Path, iteration: int | None) -> Path:
+def _find(directory: Path, iteration: int | None) -> tuple[Path, int]:
+    """The folder of the checkpoint, and the iteration that it stands for."""
     if not directory.is_dir():
         raise ValueError(f"{directory}: there is no such folder")
     if iteration is None:
         iteration = tracked_iteration(directory)
     if iteration is None:
         raise ValueError(f"{directory}: there is no checkpoint in it, for there is no {TRACKER}")
-    return whole_folder(directory, iteration)
+    return whole_folder(directory, iteration), iteration
 
 
 def _report_leftovers(directory: Path, loaded: Path) -> None:
@@ -113,12 +114,17 @@ def _report_leftovers(directory: Path, loaded: Path) -> None:
         _logger.warning("%s: %s is %s", directory, entry.name, words)
 
 
-def _read_index(folder: Path) -> Index:
+def _read_index(folder: Path, iteration: int) -> Index:
     path = folder / INDEX
     try:
-        return Index.from_json(path.read_bytes())
+        index = Index.from_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}: the index is broken: {error}") from error
+    if index.iteration != iteration:
+        raise ValueError(
+            f"{path}: it is of iteration {index.iteration}, and the folder's name says {iteration}: they must be one"
+        )
+    return index
 
 
 def _read_state(folder: Path, index: Index) -> dict[str, Any]:
@@ -128,7 +134,13 @@ def _read_state(folder: Path, index: Index) -> dict[str, Any]:
     content = path.read_bytes()
     if zlib.crc32(content) != index.state_checksum:
         raise ValueError(f"{path}: it does not match its checksum")
-    return from_json(content)
+    try:
+        state = from_json(content)
+    except ValueError as error:
+        raise ValueError(f"{path}: it cannot be read: {error}") from error
+    if not isinstance(state, dict):
+        raise ValueError(f"{path}: it must be a JSON object, and is a {type(state).__name__}")
+    return state
 
 
 def _check_files(folder: Path, index: Index) -> None:

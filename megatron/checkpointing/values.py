@@ -7,6 +7,7 @@ from typing import Any
 
 # JSON has no numbers for infinities and NaN; they are kept as {"__float__": "inf"}.
 _FLOAT = "__float__"
+_NO_NUMBERS = ("inf", "-inf", "nan")
 
 
 def to_json(value: Any) -> str:
@@ -18,8 +19,11 @@ def to_json(value: Any) -> str:
 
 
 def from_json(text: str | bytes) -> Any:
-    """What `to_json` was given. Raises ValueError where `text` is no JSON."""
-    return json.loads(text, object_hook=_decoded)
+    """What `to_json` was given. Raises ValueError where `text` is none of its texts."""
+    try:
+        return json.loads(text, object_hook=_decoded)
+    except RecursionError as error:
+        raise ValueError("its values are nested too deeply") from error
 
 
 def _encoded(value: Any, where: str) -> Any:
@@ -38,4 +42,8 @@ def _encoded(value: Any, where: str) -> Any:
 
 
 def _decoded(entries: dict[str, Any]) -> Any:
-    return float(entries[_FLOAT]) if entries.keys() == {_FLOAT} else entries
+    if entries.keys() != {_FLOAT}:
+        return entries
+    if entries[_FLOAT] not in _NO_NUMBERS:
+        raise ValueError(f"{_FLOAT} {entries[_FLOAT]!r}: accepted are {', '.join(_NO_NUMBERS)}")
+    return float(entries[_FLOAT])

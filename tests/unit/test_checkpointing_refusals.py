@@ -162,6 +162,36 @@ def test_indices_that_are_something_else(directory: Path, text: str) -> None:
         load(directory)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[" * 100_000 + "]" * 100_000, "it cannot be read: its values are nested too deeply"),
+        ('{"x": {"__float__": [1]}}', "it cannot be read: __float__ [1]: accepted are inf, -inf, nan"),
+        ('{"x": {"__float__": "1"}}', "__float__ '1': accepted are"),
+        ('{"x": ', "it cannot be read: Expecting value"),
+        ("[1, 2]", "it must be a JSON object, and is a list"),
+        ("null", "it must be a JSON object, and is a NoneType"),
+        ('{"__float__": "nan"}', "it must be a JSON object, and is a float"),
+    ],
+)
+def test_states_of_another_kind(directory: Path, text: str, words: str) -> None:
+    """With a checksum that fits, as a hostile hand or another program would leave them."""
+    (directory / "iter_0000010/state.json").write_text(text)
+    change_index(directory, lambda index: index.update(state_crc32=zlib.crc32(text.encode())))
+    for read in (load, read_state):
+        with pytest.raises(ValueError, match=r"iter_0000010/state\.json: .*" + re.escape(words)):
+            read(directory)
+
+
+def test_a_folder_that_was_given_another_number(directory: Path) -> None:
+    (directory / "iter_0000010").rename(directory / "iter_0000012")
+    (directory / TRACKER).write_text("12\n")
+    for read in (load, read_state):
+        with pytest.raises(ValueError, match=r"iter_0000012/index\.json: it is of iteration 10, and .* says 12"):
+            read(directory)
+    load(directory, iteration=5)
+
+
 HEADERS: list[Any] = [[], 5, None, {"b@0": 5}, {"b@0": {"dtype": "F32", "shape": [5], "data_offsets": ["x", "y"]}}]
 HEADERS += [{"b@0": {"dtype": "F32", "shape": [5], "data_offsets": [a, b]}} for a, b in ((0, 99), (-20, 0))]
 
