@@ -79,10 +79,14 @@ class TransformerConfig(Config):
 
     def tensor_problems(self, tensor_parallel_size: int) -> list[str]:
         """One sentence for each size that cannot be split over `tensor_parallel_size` ranks."""
-        split = {"num_attention_heads": self.num_attention_heads, "ffn_hidden_size": self.ffn_size}
+        derived = f" (4 times --hidden-size {self.hidden_size})" if self.ffn_hidden_size is None else ""
+        split = {
+            f"--num-attention-heads {self.num_attention_heads}": self.num_attention_heads,
+            f"--ffn-hidden-size {self.ffn_size}{derived}": self.ffn_size,
+        }
         return [
-            f"{flag_name(name)} {size}: it must be a multiple of --tensor-model-parallel-size {tensor_parallel_size}"
-            for name, size in split.items()
+            f"{words}: it must be a multiple of --tensor-model-parallel-size {tensor_parallel_size}"
+            for words, size in split.items()
             if size % tensor_parallel_size
         ]
 

@@ -79,6 +79,13 @@ def test_what_cannot_be_split_is_named(ranks: int, flags: list[str]) -> None:
         assert f"--tensor-model-parallel-size {ranks}" in problem
 
 
+def test_what_was_not_given_is_traced_to_what_was() -> None:
+    _, derived = make().tensor_problems(5)
+    assert derived.startswith("--ffn-hidden-size 96 (4 times --hidden-size 24): it must be a multiple")
+    _, given = make(ffn_hidden_size=96).tensor_problems(5)
+    assert given.startswith("--ffn-hidden-size 96: it must be a multiple")
+
+
 def test_signature_spells_out_defaults() -> None:
     assert make().signature() == make(ffn_hidden_size=96, kv_channels=6).signature()
 
