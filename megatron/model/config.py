@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from megatron.base.config import Config, choice_problems, flag, flag_name, minimum_problems, range_problems
+from megatron.base.config import Config, choice_problems, flag, minimum_problems, range_problems
 
 # The choices that change what given weights compute. Dropout, the spread of initial weights, the padding of the
 # vocabulary and the chunks of the loss do not.
