@@ -11,6 +11,7 @@ from megatron.base.complaints import raise_joined
 from megatron.data.cache import ArrayCache, Stored
 
 _VERSION = 1  # of the rule; part of the key under which an order is kept
+_NAMED = 10  # of the sets that are left out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,14 @@ def samples_of_each(shares: Sequence[float], num_samples: int) -> list[int]:
     return [math.ceil(num_samples * share * 1.005) for share in shares]
 
 
+def left_out_lines(prefixes: Sequence[str]) -> list[str]:
+    """A line of a report that names sets of a blend which have no part in a share; nothing where there are none."""
+    if not prefixes:
+        return []
+    more = f" and {len(prefixes) - _NAMED} more" if len(prefixes) > _NAMED else ""
+    return [f"  left out, as --split gives this share none of their documents: {', '.join(prefixes[:_NAMED])}{more}"]
+
+
 class BlendMember(Protocol):
     """A dataset that can be part of a blend."""
 
@@ -100,6 +109,7 @@ class BlendedDataset:
         indexed: the tokens of all of them.
         cache: where the order is kept; nowhere by default.
         name: what reports call the whole.
+        left_out: sets of the blend that have no part in it, which reports tell.
     """
 
     def __init__(
@@ -112,6 +122,7 @@ class BlendedDataset:
         indexed: TokenStore,
         cache: ArrayCache | None = None,
         name: str = "train",
+        left_out: Sequence[str] = (),
     ) -> None:
         assert len(datasets) == len(shares) == len(prefixes) and num_samples >= 1
         self.datasets = list(datasets)
@@ -119,6 +130,7 @@ class BlendedDataset:
         self.shares = list(shares)
         self.indexed = indexed
         self.name = name
+        self.left_out = tuple(left_out)
         key = {"kind": "blend", "version": _VERSION, "shares": self.shares, "samples": num_samples}
         self._order = (cache or ArrayCache([])).get("blend", key, lambda: _draw(self.shares, num_samples))
 
@@ -139,7 +151,8 @@ class BlendedDataset:
         return self.datasets[int(self.set_numbers[i])][int(self.sample_numbers[i])]
 
     def report(self) -> list[str]:
-        """The largest deviation from the asked shares, and of each set its samples and how often it is gone through."""
+        """The largest deviation from the asked shares; of each set its samples and how often it is gone through; sets
+        that are left out."""
         facts, n = self._order.facts, len(self)
         lines = [
             f"{self.name}: {n:,} samples from {len(self.datasets)} token sets; at any time each set is at most "
@@ -152,7 +165,7 @@ class BlendedDataset:
                 f"  {prefix}: {taken:,} samples, {taken / n:.4%} for the asked {share:.4%}, "
                 f"{dataset.epochs(taken):.3f} epochs"
             )
-        return lines
+        return lines + left_out_lines(self.left_out)
 
 
 def _draw(shares: Sequence[float], num_samples: int) -> Stored:

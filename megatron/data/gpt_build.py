@@ -83,6 +83,7 @@ class _Sets:
 
     members: tuple[_Member, ...]
     tokens: TokenStore
+    left_out: tuple[str, ...] = ()  # sets without a document in this share
 
     @classmethod
     def open(cls, blend: Blend, name: str) -> "_Sets":
@@ -96,12 +97,14 @@ class _Sets:
     def share(self, split: str, number: int) -> "_Sets | None":
         """The share with that number of every set; sets that have no document in it are left out."""
         weights = parse_split(split)
-        parts = []
+        parts, left_out = [], []
         for member in self.members:
             begin, end = split_boundaries(weights, len(member.indexed))[number : number + 2]
             if begin < end:
                 parts.append(dataclasses.replace(member, begin=begin, end=end))
-        return _Sets(tuple(parts), self.tokens) if parts else None
+            else:
+                left_out.append(member.indexed.prefix)
+        return _Sets(tuple(parts), self.tokens, tuple(left_out)) if parts else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +120,7 @@ class _Maker:
     def make(self, sets: _Sets, num_samples: int | None, name: str) -> GPTData:
         """The dataset `name` ("train", ...) of `num_samples` samples of `sets`."""
         if len(sets.members) == 1:
-            return self._single(sets.members[0], num_samples, name)
+            return self._single(sets.members[0], num_samples, name, sets.left_out)
         if num_samples is None:
             raise ValueError(f"{name}: a blend of token sets has no single pass; ask for a number of samples")
         total = sum(member.weight for member in sets.members)
@@ -140,9 +143,12 @@ class _Maker:
             indexed=sets.tokens,
             cache=self._cache(sets.members[0].indexed.prefix),
             name=name,
+            left_out=sets.left_out,
         )
 
-    def _single(self, member: _Member, num_samples: int | None, name: str) -> GPTDataset:
+    def _single(
+        self, member: _Member, num_samples: int | None, name: str, left_out: tuple[str, ...] = ()
+    ) -> GPTDataset:
         config = self.config
         return GPTDataset(
             member.indexed,
@@ -156,6 +162,7 @@ class _Maker:
             reset_attention_mask=config.reset_attention_mask,
             name=name,
             make_indices=lambda: self._indices(member, num_samples, name),
+            left_out=left_out,
         )
 
     def _indices(self, member: _Member, num_samples: int | None, name: str) -> GPTIndices:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from megatron.data.blend import left_out_lines
 from megatron.data.gpt_indices import GPTIndices, build_gpt_indices
 from megatron.data.indexed import IndexedDataset
 
@@ -55,6 +56,7 @@ class GPTDataset:
             None is one pass. `len()` may be larger: it counts all samples of the last pass.
         name: what complaints call it.
         make_indices: gives the arrays in place of computing them from the other arguments.
+        left_out: sets that `report()` tells beside this one.
 
     Raises ValueError where the documents do not fill one sample, or are no integers.
     """
@@ -73,6 +75,7 @@ class GPTDataset:
         reset_attention_mask: bool = False,
         name: str = "train",
         make_indices: Callable[[], GPTIndices] | None = None,
+        left_out: Sequence[str] = (),
     ) -> None:
         self.rules = DocumentRules(eod_id, eod_mask_loss, reset_position_ids, reset_attention_mask)
         if indexed.dtype.kind == "f":
@@ -81,6 +84,7 @@ class GPTDataset:
         self.seq_length = seq_length
         self.name = name
         self.asked = num_samples
+        self.left_out = tuple(left_out)
         if make_indices is None:
             numbers = np.asarray(documents, dtype=np.int64)
             check_fills_a_sample(indexed, indexed.sizes[numbers], seq_length, name)
@@ -129,11 +133,12 @@ class GPTDataset:
         return samples * self.seq_length / self.indices.tokens
 
     def report(self) -> list[str]:
-        """What the dataset is, in a line."""
+        """What the dataset is, in a line; one more where sets are left out beside it."""
         samples = len(self) if self.asked is None else self.asked
         return [
             f"{self.name}: {samples:,} samples from {self.indexed.prefix}, {self.epochs(samples):.3f} epochs of "
-            f"{self.indices.tokens:,} tokens"
+            f"{self.indices.tokens:,} tokens",
+            *left_out_lines(self.left_out),
         ]
 
 

@@ -152,6 +152,23 @@ def test_each_set_is_split_alike_and_one_without_a_share_is_left_out(tmp_path: P
     assert (seen >= 1000).sum() == 45 * 3
     assert np.concatenate([valid[i]["tokens"] for i in range(12)]).min() >= 160
     assert valid.indexed is not train.indexed or len(train.datasets) == 2
+    said = "  left out, as --split gives this share none of their documents: "
+    assert valid.report()[1:] == [said + small]
+    assert not any("left out" in line for line in train.report())
+
+
+def test_sets_that_a_blend_leaves_out_of_a_share_are_told(tmp_path: Path) -> None:
+    words: list[str] = []
+    for k in range(14):
+        words += ["1", write_set(tmp_path, f"set{k}", 0, 40 if k < 2 else 2)]
+    config = DataConfig(data_path=tuple(words), seq_length=3, split="8,2,0")
+    train, valid, _ = build_gpt_datasets(config, num_samples=(60, 12, 0), seed=1, eod_id=None)
+    assert isinstance(train, BlendedDataset)
+    assert isinstance(valid, BlendedDataset)
+    assert len(train.report()) == 1 + 14
+    assert len(valid.report()) == 1 + 2 + 1
+    named = ", ".join(str(tmp_path / f"set{k}") for k in range(2, 12))
+    assert valid.report()[-1].endswith(f"none of their documents: {named} and 2 more")
 
 
 def test_sets_for_each_share(tmp_path: Path) -> None:
