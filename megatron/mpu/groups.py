@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -32,7 +33,14 @@ def make_groups(topology: Topology, adopted: Mapping[str, dist.ProcessGroup], ti
             groups.handles[kind] = groups.handles[twin]
         elif kind not in adopted:
             _make_kind(groups, table, kind, timeout)
+    _wait_for_all()
     return groups
+
+
+def _wait_for_all() -> None:
+    """With gloo, go on when every rank has its groups: one that destroys a group closes connections in the making."""
+    if dist.get_world_size() > 1 and "gloo" in dist.get_backend_config():
+        dist.all_reduce(torch.zeros(()))
 
 
 def _twin(kind: str, tables: dict[str, list[list[int]]]) -> str | None:
