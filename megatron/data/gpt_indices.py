@@ -13,7 +13,7 @@ import numpy as np
 from megatron.data.cache import Stored
 
 VERSION = 1  # of the arrays; part of the key under which they are kept
-_CHUNK = 1 << 21  # documents looked at together: what is kept is two arrays, whatever the corpus
+_CHUNK = 1 << 16  # documents looked at together: what is made of them stays in the processor's cache
 
 
 @dataclasses.dataclass(frozen=True)
