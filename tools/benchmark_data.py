@@ -26,7 +26,6 @@ import numpy as np
 from megatron.base.compose import ComposedConfig
 from megatron.base.config import Config, flag, minimum_problems
 from megatron.data.benchmark import measure_fetching, measure_indices
-from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed import IndexedDataset
 from megatron.training.arguments import parse_composed
 from megatron.training.failure import print_problems
@@ -66,12 +65,13 @@ class BenchmarkConfig(Config):
     rounds: int = flag(3, "measurements of each kind, of which the median counts")
     workers: int = flag(2, "cores: worker processes of preprocessing, threads of bare encoding")
     index_documents: int = flag(10_000_000, "documents of the set whose indices are made; 0 leaves it out")
-    fetched_samples: int = flag(5_000, "samples that are fetched")
+    fetched_documents: int = flag(120_000, "documents of random tokens, about 1 KB each, that samples are fetched from")
+    fetched_samples: int = flag(20_000, "samples that are fetched")
     seq_length: int = flag(1024, "tokens of a sample")
 
     def problems(self) -> list[str]:
         found = minimum_problems(
-            self, 1, "megabytes", "rounds", "workers", "fetched_samples", "seq_length"
+            self, 1, "megabytes", "rounds", "workers", "fetched_documents", "fetched_samples", "seq_length"
         ) + minimum_problems(self, 0, "index_documents")
         if (self.vocab_file is None) != (self.merge_file is None):
             found.append("--vocab-file and --merge-file belong together: give both or none")
@@ -166,8 +166,8 @@ def time_bare(process: subprocess.Popen[str], method: str) -> tuple[Timed, int]:
     return Timed(float(seconds), float(processor)), int(tokens)
 
 
-def compare_preprocessing(config: BenchmarkConfig, folder: Path) -> tuple[Path, list[str]]:
-    """The token set that was written, and lines that tell how its making compares with bare encoding."""
+def compare_preprocessing(config: BenchmarkConfig, folder: Path) -> list[str]:
+    """Lines that tell how the making of a token set compares with bare encoding."""
     corpus, prefix = folder / "benchmark.jsonl", folder / "benchmark"
     name = write_corpus(corpus, config.megabytes)
     if config.vocab_file is None or config.merge_file is None:
@@ -183,7 +183,7 @@ def compare_preprocessing(config: BenchmarkConfig, folder: Path) -> tuple[Path, 
                 runs[method].append(timed)
     written = IndexedDataset(f"{prefix}_text_document")
     assert int(written.sizes.sum(dtype=np.int64)) == tokens, "the tool and the library find other numbers of tokens"
-    return Path(written.prefix), preprocessing_lines(name, tokens, config.workers, runs)
+    return preprocessing_lines(name, tokens, config.workers, runs)
 
 
 def preprocessing_lines(name: str, tokens: int, workers: int, runs: dict[str, list[Timed]]) -> list[str]:
@@ -220,11 +220,9 @@ def index_lines(config: BenchmarkConfig, folder: Path) -> list[str]:
     ]
 
 
-def fetching_lines(config: BenchmarkConfig, prefix: Path) -> list[str]:
+def fetching_lines(config: BenchmarkConfig, folder: Path) -> list[str]:
     """Tokens a second of one process."""
-    indexed = IndexedDataset(prefix)
-    dataset = GPTDataset(indexed, np.arange(len(indexed)), None, config.seq_length, 1234)
-    rate = measure_fetching(dataset, config.fetched_samples)
+    rate = measure_fetching(folder, config.fetched_documents, config.fetched_samples, config.seq_length)
     return [told(f"fetching samples of {config.seq_length} tokens, tokens/s of a process", rate, _TOKENS_A_SECOND)]
 
 
@@ -233,9 +231,8 @@ def benchmark(config: BenchmarkConfig) -> None:
     with tempfile.TemporaryDirectory(dir=config.folder) as name:
         folder = Path(name)
         print(f"load of the machine at the start: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True)
-        prefix, lines = compare_preprocessing(config, folder)
-        print(*lines, sep="\n", flush=True)
-        print(*fetching_lines(config, prefix), sep="\n", flush=True)
+        print(*compare_preprocessing(config, folder), sep="\n", flush=True)
+        print(*fetching_lines(config, folder), sep="\n", flush=True)
         if config.index_documents:
             print(*index_lines(config, folder), sep="\n", flush=True)
 

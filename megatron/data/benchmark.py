@@ -1,6 +1,7 @@
 """How fast sample indices are made, a large set is opened and samples are fetched: measurements for a benchmark.
 
-Sets are made up here: documents of 1 to 999 tokens, of zeros in a sparse file, so that ten million take little disk.
+Sets are made up here, of documents of 1 to 999 tokens. For indices, which do not look at tokens, these are zeros in a
+sparse file, so that ten million documents take little disk; for fetching they are random, in a real file.
 """
 
 import dataclasses
@@ -14,9 +15,11 @@ import numpy as np
 from megatron.data.config import DataConfig
 from megatron.data.gpt_build import build_gpt_datasets
 from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.indexed import IndexedDataset, IndexedWriter
 from megatron.data.indexed_format import MAGIC, VERSION, Header, data_path, dtype_code, index_path
 
 SEED = 1234
+_TOGETHER = 1 << 14  # documents written at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +33,14 @@ class IndexFigures:
     epochs: int
 
 
+def document_sizes(documents: int) -> np.ndarray:
+    """Tokens in each document: int32 [documents]."""
+    return np.random.default_rng(SEED).integers(1, 1000, documents).astype("<i4")
+
+
 def write_sparse_set(prefix: Path, documents: int) -> int:
     """A set of `documents` documents whose tokens take no space on disk; returns how many tokens they have."""
-    sizes = np.random.default_rng(SEED).integers(1, 1000, documents).astype("<i4")
+    sizes = document_sizes(documents)
     ends = np.cumsum(sizes, dtype="<i8") * 2
     with open(index_path(prefix), "wb") as index:
         index.write(Header(MAGIC, VERSION, dtype_code(np.dtype("<u2")), documents, documents + 1).pack())
@@ -42,6 +50,15 @@ def write_sparse_set(prefix: Path, documents: int) -> int:
     with open(data_path(prefix), "wb") as data:
         data.truncate(int(ends[-1]))
     return int(ends[-1]) // 2
+
+
+def write_random_set(prefix: Path, documents: int) -> None:
+    """A set of `documents` documents of random tokens of 16 bits, about 1 KB each, every byte of it on disk."""
+    sizes, random = document_sizes(documents), np.random.default_rng(SEED)
+    with IndexedWriter(prefix, np.uint16) as writer:
+        for start in range(0, documents, _TOGETHER):
+            part = sizes[start : start + _TOGETHER]
+            writer.add_documents(random.integers(0, 2**16, part.sum(), np.uint16), part)
 
 
 def measure_indices(folder: Path, documents: int, epochs: int = 3, seq_length: int = 1024) -> IndexFigures:
@@ -69,12 +86,19 @@ def _open(config: DataConfig, samples: int) -> tuple[float, float, int]:
     return seconds, peak, train.indices.epochs
 
 
-def measure_fetching(dataset: GPTDataset, samples: int) -> float:
-    """Tokens a second of one process that fetches `samples` samples in the shuffled order, from a warm page cache."""
-    numbers = [i % len(dataset) for i in range(samples)]
-    for number in numbers:
-        dataset[number]
+def measure_fetching(folder: Path, documents: int, samples: int, seq_length: int = 1024) -> float:
+    """Tokens a second of one process that fetches `samples` samples in the shuffled order, from a warm page cache.
+
+    They come from a new set of random tokens in `folder`, documents told apart, which is read once before.
+    """
+    prefix = folder / "fetched"
+    write_random_set(prefix, documents)
+    indexed = IndexedDataset(prefix)
+    dataset = GPTDataset(
+        indexed, np.arange(documents), None, seq_length, SEED, reset_position_ids=True, reset_attention_mask=True
+    )
+    indexed.max_token_id()  # reads every byte, which warms the page cache and the map
     began = time.perf_counter()
-    for number in numbers:
-        dataset[number]
-    return samples * dataset.seq_length / (time.perf_counter() - began)
+    for number in range(samples):
+        dataset[number % len(dataset)]
+    return samples * seq_length / (time.perf_counter() - began)

@@ -7,7 +7,7 @@ import pytest
 from tools import benchmark_data
 
 TOY = ["--megabytes", "1", "--rounds", "1", "--workers", "2", "--vocab-size", "400"]
-TOY += ["--index-documents", "5000", "--fetched-samples", "20"]
+TOY += ["--index-documents", "5000", "--fetched-documents", "100", "--fetched-samples", "20"]
 
 
 @pytest.mark.slow
