@@ -6,7 +6,6 @@ Reads JSONL, plain text and Parquet, compressed or not. The text under each of `
 
 import contextlib
 import dataclasses
-import functools
 import os
 import re
 import sys
@@ -20,7 +19,7 @@ from tqdm import tqdm
 from megatron.base.compose import ComposedConfig
 from megatron.base.config import Config, choice_problems, flag, minimum_problems
 from megatron.base.files import new_folder
-from megatron.data.corpus import Encoder, encode_sources, start_pool
+from megatron.data.corpus import Encoder, encode_sources, handed_over, start_pool
 from megatron.data.corpus_sets import Output, open_writers, write_encoded, write_partitions
 from megatron.data.indexed import IndexedWriter, best_dtype
 from megatron.data.inputs import FORMATS, TEXT_DOCUMENTS, cut, find_sources
@@ -94,7 +93,7 @@ class PreprocessRun(ComposedConfig):
 
 
 def make_encoder(run: PreprocessRun) -> Encoder:
-    """The encoder that `run` asks for; also called in each worker process."""
+    """The encoder that `run` asks for."""
     tokenizer = build_tokenizer(run.tokenizer)
     split = SentenceSplitter(run.files.lang) if run.files.split_sentences else None
     return Encoder(tokenizer, run.files.json_keys, run.files.append_eod, best_dtype(tokenizer.vocab_size), split)
@@ -130,21 +129,18 @@ class Progress:
 
 
 def write_all(run: PreprocessRun, encoder: Encoder, sources: list[Source], bad: BadRecords) -> list[IndexedWriter]:
-    """Write all sets and count bad records; the files appear when all is written.
-
-    `encoder` is what this process encodes with, where it does so itself.
-    """
-    config, output, make = run.files, run.files.output(encoder), functools.partial(make_encoder, run)
+    """Write all sets and count bad records; the files appear when all is written."""
+    config, output = run.files, run.files.output(encoder)
     with contextlib.ExitStack() as stack:
         writers = stack.enter_context(open_writers(output))
         total = sum(os.path.getsize(source.path) for source in sources)
         progress = stack.enter_context(Progress(total, config.log_interval))
         if config.partitions > 1:
-            pool = start_pool(make, config.workers)
+            pool = start_pool(handed_over(encoder), config.workers)
             write_partitions(writers, output, cut(sources, config.partitions), pool, bad, progress.advance)
         else:
-            here = (lambda: encoder) if config.workers == 1 else make
-            parts = encode_sources(sources, config.json_keys, here, config.workers)
+            make = (lambda: encoder) if config.workers == 1 else handed_over(encoder)
+            parts = encode_sources(sources, config.json_keys, make, config.workers)
             write_encoded(writers, stack.enter_context(contextlib.closing(parts)), bad, progress.advance)
         if progress.documents == 0:
             names = " ".join(config.input)

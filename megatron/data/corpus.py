@@ -1,14 +1,19 @@
 """From files of text to token ids, on as many processes as wanted, in the order of the files."""
 
+import functools
 import multiprocessing
 import os
+import pickle
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from itertools import chain
-from typing import NamedTuple, Protocol
+from multiprocessing.context import SpawnContext, SpawnProcess
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -205,11 +210,32 @@ def worker_encoder() -> Encoder:
     return _worker_encoder
 
 
-def start_pool(make_encoder: MakeEncoder, workers: int) -> ProcessPoolExecutor:
-    """A pool of processes with an encoder each from `make_encoder`, which is pickled."""
+class _WorkerProcess(SpawnProcess):
+    """A process that does not import the script which runs: that takes longer than all that a worker needs."""
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        script = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")  # one without a file, which there is nothing to import of
+        try:
+            return SpawnProcess._Popen(process_obj)
+        finally:
+            sys.modules["__main__"] = script
+
+
+class _WorkerContext(SpawnContext):
     # spawn: a fork could copy a thread pool of the tokenizer in a state that never ends
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(make_encoder,))
+    Process = _WorkerProcess
+
+
+def start_pool(make_encoder: MakeEncoder, workers: int) -> ProcessPoolExecutor:
+    """A pool of processes with an encoder each from `make_encoder`, which is pickled: no part of the running script."""
+    return ProcessPoolExecutor(workers, _WorkerContext(), initializer=_start_worker, initargs=(make_encoder,))
+
+
+def handed_over(encoder: Encoder) -> MakeEncoder:
+    """What gives a copy of `encoder` in another process, sooner than making it from files again."""
+    return functools.partial(pickle.loads, pickle.dumps(encoder))
 
 
 def _encode_in_worker(chunk: Chunk) -> Encoded:

@@ -8,20 +8,35 @@ import time
 from pathlib import Path
 
 PARENT = """
-import functools, multiprocessing, sys, time
+import multiprocessing, sys, time
 import numpy as np
-from megatron.data.corpus import Encoder, encode_sources
+from megatron.data.corpus import Encoder, encode_sources, handed_over
 from megatron.data.records import Source
 from megatron.tokenizer.null import NullTokenizer
 
-def make_encoder():
-    return Encoder(NullTokenizer(10), ["text"], False, np.dtype("u2"))
-
 if __name__ == "__main__":
-    parts = encode_sources([Source(sys.argv[1], "jsonl")], ["text"], make_encoder, 2)
+    make = handed_over(Encoder(NullTokenizer(10), ["text"], False, np.dtype("u2")))
+    parts = encode_sources([Source(sys.argv[1], "jsonl")], ["text"], make, 2)
     next(parts)
     print(*[child.pid for child in multiprocessing.active_children()], flush=True)
     time.sleep(60)
+"""
+
+
+# Prints what a worker has imported; the file itself imports everything that a tool might.
+IMPORTS = """
+import sys
+import torch, tqdm, yaml
+import megatron.training
+import numpy as np
+from megatron.data.corpus import Encoder, handed_over, start_pool
+from megatron.tokenizer import TokenizerConfig, build_tokenizer
+
+files = dict(zip(("vocab_file", "merge_file"), sys.argv[1:]))
+make = handed_over(Encoder(build_tokenizer(TokenizerConfig(**files)), ["text"], False, np.dtype("u2")))
+with start_pool(make, 1) as pool:
+    print(*pool.submit(eval, "list(__import__('sys').modules)").result())
+assert sys.modules["__main__"].IMPORTED is True
 """
 
 
@@ -31,6 +46,17 @@ def is_running(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return status.rpartition(")")[2].split()[0] != "Z"  # a zombie waits for somebody to look at it, no more
+
+
+def test_workers_import_no_more_than_they_need(tmp_path: Path, repository: Path, shared: Path) -> None:
+    (tmp_path / "tool.py").write_text("IMPORTED = True\n" + IMPORTS, encoding="utf-8")  # without a guard, too
+    files = [str(shared / "data/gpt2" / name) for name in ("gpt2-vocab.json", "gpt2-merges.txt")]
+    command = [sys.executable, str(tmp_path / "tool.py"), *files]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(repository)}, check=False)
+    assert done.returncode == 0, done.stderr
+    imported = set(done.stdout.split())
+    assert {"numpy", "tokenizers", "megatron.data.corpus"} <= imported
+    assert not {"torch", "megatron.training", "tqdm", "yaml", "pyarrow", "numba"} & imported
 
 
 def test_workers_end_when_their_parent_is_killed(tmp_path: Path, repository: Path) -> None:

@@ -1,8 +1,10 @@
 """Tools that make a corpus: preprocess_data.py and train_tokenizer.py, from text to token files and back."""
 
+import functools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -16,7 +18,6 @@ from megatron.data.indexed import IndexedDataset
 from megatron.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from tools import preprocess_data, train_tokenizer
 
-MAKE_ENCODER = preprocess_data.make_encoder
 TEXTS = [f"Document {i}: " + "the quick brown fox, " * (i % 7) + "caf\u00e9 \U0001f600.\n" for i in range(60)]
 
 
@@ -288,7 +289,7 @@ def test_a_worker_that_dies_ends_the_run(
     tmp_path: Path, trained: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: list[str]
 ) -> None:
     corpus = write_jsonl(tmp_path / "x.jsonl", TEXTS)
-    monkeypatch.setattr(preprocess_data, "make_encoder", EncoderThatDies())
+    monkeypatch.setattr(preprocess_data, "handed_over", lambda encoder: functools.partial(os._exit, 9))
     words = ["--input", str(corpus), "--output-prefix", str(tmp_path / "x"), "--workers", "2"]
     assert preprocess_data.main([*words, *more, *tokenizer_flags(trained)]) == 1
     told = capfd.readouterr().err
@@ -298,37 +299,34 @@ def test_a_worker_that_dies_ends_the_run(
 
 
 @pytest.mark.parametrize("more", [[], ["--partitions", "3"]])
-def test_files_that_vanish_before_the_workers_start_are_told(
+def test_what_keeps_workers_from_starting_is_told(
     tmp_path: Path, trained: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: list[str]
 ) -> None:
     corpus = write_jsonl(tmp_path / "x.jsonl", TEXTS)
-    copies = tmp_path / "tokenizer"
-    copies.mkdir()
-    for name in ("vocab.json", "merges.txt"):
-        (copies / name).write_bytes((trained / name).read_bytes())
-    write_all = preprocess_data.write_all
-
-    def lose_files(*arguments: Any) -> Any:
-        for path in copies.iterdir():
-            path.unlink()
-        return write_all(*arguments)
-
-    monkeypatch.setattr(preprocess_data, "write_all", lose_files)
+    missing = functools.partial(tokenizer_of, tmp_path / "nowhere")
+    monkeypatch.setattr(preprocess_data, "handed_over", lambda encoder: missing)
     words = ["--input", str(corpus), "--output-prefix", str(tmp_path / "x"), "--workers", "2"]
-    assert preprocess_data.main([*words, *more, *tokenizer_flags(copies)]) == 2
+    assert preprocess_data.main([*words, *more, *tokenizer_flags(trained)]) == 2
     told = capfd.readouterr().err
     assert "vocab.json cannot be read: No such file or directory" in told
     assert "Traceback" not in told
     assert not list(tmp_path.glob("*x_text*"))
 
 
-class EncoderThatDies:
-    """Makes the encoder in this process and ends any other one that asks for it."""
+@pytest.mark.parametrize("more", [[], ["--partitions", "3"]])
+def test_the_tokenizer_is_read_once(
+    tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    corpus = write_jsonl(tmp_path / "x.jsonl", TEXTS)
+    copies = tmp_path / "tokenizer"
+    shutil.copytree(trained, copies)
+    write_all = preprocess_data.write_all
 
-    def __init__(self) -> None:
-        self.process = os.getpid()
+    def lose_files(*arguments: Any) -> Any:
+        shutil.rmtree(copies)
+        return write_all(*arguments)
 
-    def __call__(self, run: Any) -> Any:
-        if os.getpid() != self.process:
-            os._exit(9)
-        return MAKE_ENCODER(run)
+    monkeypatch.setattr(preprocess_data, "write_all", lose_files)
+    words = ["--input", str(corpus), "--output-prefix", str(tmp_path / "x"), "--workers", "2"]
+    assert preprocess_data.main([*words, *more, *tokenizer_flags(copies)]) == 0
+    assert documents_of(tmp_path / "x_text_document") == tokenizer_of(trained).tokenize_batch(TEXTS)
