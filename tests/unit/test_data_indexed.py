@@ -26,17 +26,22 @@ def sequences_of(dataset: IndexedDataset) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("modes", [False, True])
+@pytest.mark.parametrize("end", [[], [99]], ids=["without an end of document", "with one"])
 @pytest.mark.parametrize(
     ("code", "letter", "dtype"),
     [(code, letter, np.dtype(letter)) for code, letter in LETTERS.items()]
     + [(6, "f", np.dtype("f")), (7, "f", np.dtype("f"))],
 )
-def test_reads_every_element_type(tmp_path: Path, code: int, letter: str, dtype: np.dtype, modes: bool) -> None:
-    dataset = IndexedDataset(write_token_files(tmp_path / "x", DOCUMENTS, code, letter=letter, modes=modes))
+def test_reads_every_element_type(
+    tmp_path: Path, code: int, letter: str, dtype: np.dtype, end: list[int], modes: bool
+) -> None:
+    documents = [[*sequences[:-1], sequences[-1] + end] for sequences in DOCUMENTS]
+    dataset = IndexedDataset(write_token_files(tmp_path / "x", documents, code, letter=letter, modes=modes))
+    more = len(end)
     assert dataset.dtype == dtype
-    assert dataset.sizes.tolist() == [3, 1, 0, 2, 0, 2]
+    assert dataset.sizes.tolist() == [3 + more, 1, 0, 2 + more, 0 + more, 2 + more]
     assert dataset.document_indices.tolist() == [0, 1, 4, 5, 6]
-    assert sequences_of(dataset) == [[5, 1, 2], [7], [], [3, 9], [], [100, 0]]
+    assert sequences_of(dataset) == [[5, 1, 2] + end, [7], [], [3, 9] + end, end, [100, 0] + end]
 
 
 def test_get_gives_a_part_that_cannot_be_written(tmp_path: Path) -> None:
@@ -68,6 +73,15 @@ def test_offsets_beyond_4_gib(tmp_path: Path) -> None:
         stream.seek(2 * (sizes[0] + sizes[1]))
         stream.write(struct.pack("<3H", 11, 12, 13))
     assert IndexedDataset(tmp_path / "x").get(2).tolist() == [11, 12, 13]
+
+
+def test_offsets_that_are_written_beyond_4_gib(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "x", "u2") as writer:
+        writer.add_document([1])
+        # what the index is made of at the end: sizes of sequences, here without the tokens
+        writer._sizes.write(struct.pack("<3i", 2**31 - 1, 2**31 - 1, 5))
+        offsets = np.concatenate(list(writer._pointer_chunks()))
+    assert offsets.tolist() == [0, 2, 2 + 2 * (2**31 - 1), 2 + 4 * (2**31 - 1)]
 
 
 @pytest.mark.parametrize("dtype", ["u1", "i1", "i2", "i4", "i8", "u2"])
@@ -123,6 +137,40 @@ def test_a_kill_leaves_no_readable_set(tmp_path: Path) -> None:
     assert not (tmp_path / "x.bin").exists()
     with pytest.raises(ValueError, match="is missing"):
         IndexedDataset(tmp_path / "x")
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("step", range(4))
+def test_a_kill_while_the_files_get_their_names_leaves_no_half_set(tmp_path: Path, old: bool, step: int) -> None:
+    """`step` is how many of the changes of names are done: the old index goes, tokens and index come."""
+    if old:
+        with IndexedWriter(tmp_path / "x", "u2") as writer:
+            writer.add_document([7] * 3)
+    code = (
+        "import os, sys, signal\n"
+        "from pathlib import Path\n"
+        "from megatron.data.indexed import IndexedWriter\n"
+        "left = [int(sys.argv[2])]\n"
+        "def killed_at_its_turn(change):\n"
+        "    def changed(*arguments, **options):\n"
+        "        if left[0] == 0:\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        left[0] -= 1\n"
+        "        return change(*arguments, **options)\n"
+        "    return changed\n"
+        "with IndexedWriter(sys.argv[1], 'u2') as writer:\n"
+        "    writer.add_document([8] * 5)\n"
+        "    os.replace, Path.unlink = killed_at_its_turn(os.replace), killed_at_its_turn(Path.unlink)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "x"), str(step)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    if step == 3:
+        assert sequences_of(IndexedDataset(tmp_path / "x")) == [[8] * 5]
+    elif old and step == 0:
+        assert sequences_of(IndexedDataset(tmp_path / "x")) == [[7] * 3]
+    else:
+        with pytest.raises(ValueError, match="is missing"):
+            IndexedDataset(tmp_path / "x")
 
 
 def test_memory_does_not_grow_with_what_is_written(tmp_path: Path) -> None:
