@@ -12,9 +12,9 @@ from megatron.checkpointing.folders import TRACKER, saved_iterations, tracked_it
 class CheckpointConfig(Config):
     """Folders and interval of checkpoints; raises `ConfigError` with all that is wrong when it is made."""
 
-    save: str | None = flag(None, "Folder to which checkpoints are saved; none are if not given.")
-    load: str | None = flag(None, "Folder from whose latest checkpoint the run starts.")
-    save_interval: int | None = flag(None, "Iterations between checkpoints; one at the end of the run in any case.")
+    save: str | None = flag(None, "folder to which checkpoints are saved; none are if not given")
+    load: str | None = flag(None, "folder from whose latest checkpoint the run starts")
+    save_interval: int | None = flag(None, "iterations between checkpoints; one at the end of the run in any case")
 
     def problems(self) -> list[str]:
         """One sentence for each contradiction and each folder that cannot be one."""

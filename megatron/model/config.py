@@ -22,29 +22,29 @@ _SIGNATURE = (
 class TransformerConfig(Config):
     """Sizes and choices of a transformer; raises `ConfigError` with all that is wrong when it is made."""
 
-    num_layers: int = flag(dataclasses.MISSING, "Number of transformer layers (l).")
-    hidden_size: int = flag(dataclasses.MISSING, "Width of the hidden states (h).")
-    num_attention_heads: int = flag(dataclasses.MISSING, "Number of attention heads (n).")
-    max_position_embeddings: int = flag(dataclasses.MISSING, "Longest sequence that has learned positions.")
-    ffn_hidden_size: int | None = flag(None, "Inner width of the MLP (f); 4 times --hidden-size by default.")
+    num_layers: int = flag(dataclasses.MISSING, "number of transformer layers (l)")
+    hidden_size: int = flag(dataclasses.MISSING, "width of the hidden states (h)")
+    num_attention_heads: int = flag(dataclasses.MISSING, "number of attention heads (n)")
+    max_position_embeddings: int = flag(dataclasses.MISSING, "longest sequence that has learned positions")
+    ffn_hidden_size: int | None = flag(None, "inner width of the MLP (f); 4 times --hidden-size by default")
     kv_channels: int | None = flag(
-        None, "Size of one attention head (d); --hidden-size over --num-attention-heads by default."
+        None, "size of one attention head (d); --hidden-size over --num-attention-heads by default"
     )
     make_vocab_size_divisible_by: int = flag(
-        128, "Pad the vocabulary to a multiple of this times --tensor-model-parallel-size."
+        128, "pad the vocabulary to a multiple of this times --tensor-model-parallel-size"
     )
-    layernorm_epsilon: float = flag(1e-5, "What layer norms add to the variance.")
+    layernorm_epsilon: float = flag(1e-5, "what layer norms add to the variance")
     norm_position: str = flag(
         "pre",
-        "pre: x + f(LN(x)) with a norm at the end; post: LN(x + f(x)), as the original BERT.",
+        "pre: x + f(LN(x)) with a norm at the end; post: LN(x + f(x)), as the original BERT",
         choices=("pre", "post"),
     )
-    activation: str = flag("gelu_tanh", "GELU by its tanh approximation or exactly.", choices=("gelu_tanh", "gelu_erf"))
-    attention_dropout: float = flag(0.1, "Probability of dropping an attention weight.")
-    hidden_dropout: float = flag(0.1, "Probability of dropping a hidden value, before each residual addition.")
-    init_method_std: float = flag(0.02, "Standard deviation of the initial weights.")
+    activation: str = flag("gelu_tanh", "GELU by its tanh approximation or exactly", choices=("gelu_tanh", "gelu_erf"))
+    attention_dropout: float = flag(0.1, "probability of dropping an attention weight")
+    hidden_dropout: float = flag(0.1, "probability of dropping a hidden value, before each residual addition")
+    init_method_std: float = flag(0.02, "standard deviation of the initial weights")
     cross_entropy_chunk_size: int | None = flag(
-        None, "Tokens whose logits exist at one time in the loss, the others recomputed; all of them by default."
+        None, "tokens whose logits exist at one time in the loss, the others recomputed; all of them by default"
     )
 
     @property

@@ -10,16 +10,16 @@ from megatron.base.config import Config, choice_problems, flag, minimum_problems
 class ScheduleConfig(Config):
     """How the learning rate goes; raises `ConfigError` with all that is wrong when it is made."""
 
-    lr: float = flag(dataclasses.MISSING, "Largest learning rate, reached at the end of the warm-up.")
-    min_lr: float = flag(0.0, "Learning rate at the end of the decay and after it.")
+    lr: float = flag(dataclasses.MISSING, "largest learning rate, reached at the end of the warm-up")
+    min_lr: float = flag(0.0, "learning rate at the end of the decay and after it")
     lr_decay_style: str = flag(
-        "linear", "How the learning rate falls after the warm-up.", choices=("constant", "linear", "cosine")
+        "linear", "how the learning rate falls after the warm-up", choices=("constant", "linear", "cosine")
     )
     lr_decay_iters: int | None = flag(
-        None, "Iterations until --min-lr is reached, warm-up included; --train-iters by default."
+        None, "iterations until --min-lr is reached, warm-up included; --train-iters by default"
     )
-    lr_warmup_iters: int = flag(0, "Iterations over which the learning rate rises from 0 to --lr.")
-    lr_warmup_fraction: float | None = flag(None, "The warm-up as a part of the decay, in place of --lr-warmup-iters.")
+    lr_warmup_iters: int = flag(0, "iterations over which the learning rate rises from 0 to --lr")
+    lr_warmup_fraction: float | None = flag(None, "the warm-up as a part of the decay, in place of --lr-warmup-iters")
 
     def problems(self) -> list[str]:
         """One sentence for each number out of its range and for each contradiction."""
