@@ -16,10 +16,17 @@ try:
 except ImportError:  # part of the standard library from Python 3.14 on
     zstd = importlib.import_module("compression.zstd")
 
+
+def _zstandard() -> Any:
+    """A decompressor that takes every window (`zstd --long`), by itself the library refuses those beyond 128 MiB."""
+    parameter = zstd.DecompressionParameter.window_log_max
+    return zstd.ZstdDecompressor(options={parameter: parameter.bounds()[1]})
+
+
 _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     ".xz": lzma.LZMADecompressor,
     ".bz2": bz2.BZ2Decompressor,
-    ".zst": zstd.ZstdDecompressor,
+    ".zst": _zstandard,
 }
 ENDINGS = (".gz", *_DECOMPRESSORS)
 _DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError, zstd.ZstdError)

@@ -61,6 +61,17 @@ def test_damaged_compression_is_told_with_the_file(tmp_path: Path, ending: str, 
         read(Source(str(path), "jsonl"))
 
 
+@pytest.mark.parametrize("window_log", [28, 31])
+def test_zstandard_with_a_long_window_is_read(tmp_path: Path, window_log: int) -> None:
+    compressor = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: window_log})
+    with (tmp_path / "x.zst").open("wb") as file:
+        # the length is not told beforehand, so the window is not made smaller
+        file.write(compressor.compress(b"one\n"))
+        file.write(compressor.compress(b"two\n"))
+        file.write(compressor.flush())
+    assert read(Source(str(tmp_path / "x.zst"), "line")) == [(1, b"one\n"), (2, b"two\n")]
+
+
 @pytest.mark.parametrize("ending", [".gz", ".xz", ".bz2", ".zst"])
 def test_compressed_files_put_one_behind_another_are_read_to_the_end(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"x{ending}"
