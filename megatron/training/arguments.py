@@ -193,7 +193,8 @@ def _yaml_words(name: str, value: Any) -> list[str]:
 
 
 def _parser_of(composed: type[ComposedConfig], prog: str | None) -> Parser:
-    parser = Parser(prog=prog, description=(composed.__doc__ or "").split("\n")[0])
+    description = (composed.__doc__ or "").split("\n")[0]
+    parser = Parser(prog=prog, description=description, usage="%(prog)s [--config FILE.yaml] FLAGS")
     parser.add_argument(
         "--config",
         metavar="FILE.yaml",

@@ -105,7 +105,10 @@ _UNSUPPORTED = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig(ComposedConfig):
-    """Everything that a run was asked for, a section for each room that reads it."""
+    """All flags of a pretraining run, from the command line or --config FILE.yaml.
+
+    A section for each room that reads it.
+    """
 
     distributed: DistributedConfig
     model: TransformerConfig
