@@ -6,6 +6,7 @@ The run then finds them in the same folder (`--data-cache-path`). What is there 
 made anew where it is damaged.
 """
 
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -32,8 +33,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         ranks, words = split_arguments(sys.argv[1:] if argv is None else argv)
         config = parse_composed(RunConfig, words, world_size=ranks, prog="build_index.py", check_inputs=False)
         began = time.perf_counter()
+        # No index depends on which token ends a document, so none is needed here.
         datasets = build_gpt_datasets(
-            config.data,
+            dataclasses.replace(config.data, eod_mask_loss=False),
             num_samples=sample_counts(config, ranks),
             seed=config.training.seed,
             eod_id=None,

@@ -103,7 +103,8 @@ def test_indices_made_beforehand_are_found_by_ranks_that_build_none(
     ranks: Ranks, sets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "cache"
-    words = blend_flags(sets, train_iters=3, data_cache_path=cache, data_cache_timeout_minutes=0)
+    apart = {"eod_mask_loss": True, "reset_position_ids": True, "reset_attention_mask": True}
+    words = blend_flags(sets, train_iters=3, data_cache_path=cache, data_cache_timeout_minutes=0, **apart)
     monkeypatch.setenv("LOCAL_RANK", "1")  # a rank that waits, here for nothing
     with pytest.raises(ValueError, match="did not appear within 0 seconds"):
         run_once(words)
