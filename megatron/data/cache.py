@@ -63,13 +63,13 @@ class _Damaged(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class ArrayCache:
-    """Finds entries in `folders`, in order, and puts new ones into the first of them that can be written.
+    """Finds entries in `folders`, in order, and puts new ones into the first of them that takes them.
 
     Attributes:
         folders: where to look. Where none can be written each process builds for itself, unless `required`.
         builds: whether this process builds what is missing; one that does not waits for it.
         timeout: seconds to wait.
-        required: whether a folder that cannot be written is an error, since the user asked for it.
+        required: whether a folder that cannot be written, or is full, is an error, since the user asked for it.
         thorough: read every byte of what is found, instead of a sample of the large files.
     """
 
@@ -88,19 +88,20 @@ class ArrayCache:
         description = json.loads(json.dumps(dict(determined_by)))
         stem = f"{name}-{_key(description)}"
         deadline, pause = time.monotonic() + self.timeout, _FIRST_PAUSE
-        while (found := self._find(stem, description)) is None:
+        waited = False
+        while (found := self._find(stem, description, look_again=waited)) is None:
             target = self._target()
             if target is None:
                 return build()
             if self.builds:
                 with _locked(target / f"{stem}.lock") as ours:
                     if ours:  # another process may have built it between the look and the lock
-                        found = self._find(stem, description, tell=True)
-                        return found or self._keep(target, stem, description, build())
+                        found = self._find(stem, description, look_again=waited, tell=True)
+                        return found or self._keep(stem, description, build())
             if time.monotonic() > deadline:
                 raise ValueError(self._too_late(target / f"{stem}.json"))
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause, waited = min(2 * pause, _LONGEST_PAUSE), True
         return found
 
     def _too_late(self, file: Path) -> str:
@@ -110,11 +111,13 @@ class ArrayCache:
             "all nodes see with --data-cache-path, or give a larger --data-cache-timeout-minutes"
         )
 
-    def _find(self, stem: str, description: Facts, tell: bool = False) -> Stored | None:
+    def _find(self, stem: str, description: Facts, *, look_again: bool, tell: bool = False) -> Stored | None:
         for folder in self.folders:
             try:
-                # Listing a folder makes a network file system look again for names that it believes absent.
-                if not (folder / f"{stem}.json").exists() and f"{stem}.json" not in os.listdir(folder):
+                # Listing a folder makes a network file system look again for names that it believes absent. A folder
+                # may hold thousands: only who waits lists it.
+                absent = not (folder / f"{stem}.json").exists()
+                if absent and not (look_again and f"{stem}.json" in os.listdir(folder)):
                     continue
                 return self._read(folder, stem, description)
             except _Damaged as error:
@@ -130,11 +133,13 @@ class ArrayCache:
             parts, facts = content["arrays"], content["facts"]
             if content["determined_by"] != description:
                 raise _Damaged("it describes other arrays")
+            if content["crc32"] != _description_sum(description, facts, parts):
+                raise _Damaged("it has another checksum")
             arrays, files = {}, {}
             for name, expected in parts.items():
                 file = folder / f"{stem}-{name}.npy"
                 arrays[name], files[name] = self._checked(file, expected), str(file)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _Damaged(f"it cannot be read ({error})") from None
         except FileNotFoundError as error:
             raise _Damaged(f"{error.filename} is missing") from None
@@ -152,36 +157,65 @@ class ArrayCache:
         return array
 
     def _target(self) -> Path | None:
-        """The folder to write to, made if need be; None where each process must do without."""
+        """The folder to write to; None where each process must do without."""
+        folder = next(self._writable(), None)
+        if folder is None and self.required:
+            raise ValueError(f"--data-cache-path {self.folders[0]}: it cannot be written, and lacks what the run needs")
+        return folder
+
+    def _writable(self) -> Iterator[Path]:
+        """The folders that this process may write to, each made if need be when it is asked for."""
         for folder in self.folders:
             with contextlib.suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
             if os.access(folder, os.W_OK | os.X_OK):
-                return folder
-        if self.required:
-            raise ValueError(f"--data-cache-path {self.folders[0]}: it cannot be written, and lacks what the run needs")
-        return None
+                yield folder
 
-    def _keep(self, folder: Path, stem: str, description: Facts, built: Stored) -> Stored:
-        try:
-            parts = {}
-            for name, array in built.arrays.items():
-                file = folder / f"{stem}-{name}.npy"
-                with _published(file) as temporary, open(temporary, "wb") as stream:
-                    np.save(stream, array, allow_pickle=False)
-                    _to_disk(stream)
-                parts[name] = _part(array, os.path.getsize(file))
-            content = {"determined_by": description, "facts": built.facts, "arrays": parts}
-            with _published(folder / f"{stem}.json") as temporary, open(temporary, "w", encoding="utf-8") as text:
-                json.dump(content, text, indent=1)
-            return self._read(folder, stem, description)
-        except (OSError, _Damaged) as error:
-            raise ValueError(f"{folder}: indices cannot be kept there ({error}); see --data-cache-path") from error
+    def _keep(self, stem: str, description: Facts, built: Stored) -> Stored:
+        """What was built, from the files of the first folder that takes them, or as it is where none does.
+
+        A folder may be full, or hold a damaged entry of another user that cannot be replaced.
+        """
+        for folder in self._writable():
+            try:
+                _write(folder, stem, description, built)
+                return self._read(folder, stem, description)
+            except (OSError, _Damaged) as error:
+                told = f"{folder}: indices cannot be kept there ({error}); see --data-cache-path"
+                if self.required:
+                    raise ValueError(told) from error
+                _LOG.warning("%s", told)
+        return built
+
+
+def _write(folder: Path, stem: str, description: Facts, built: Stored) -> None:
+    parts = {}
+    for name, array in built.arrays.items():
+        file = folder / f"{stem}-{name}.npy"
+        with _published(file) as temporary, open(temporary, "wb") as stream:
+            np.save(stream, array, allow_pickle=False)
+            _to_disk(stream)
+        parts[name] = _part(array, os.path.getsize(file))
+    content = {
+        "determined_by": description,
+        "facts": built.facts,
+        "arrays": parts,
+        "crc32": _description_sum(description, built.facts, parts),
+    }
+    with _published(folder / f"{stem}.json") as temporary, open(temporary, "w", encoding="utf-8") as text:
+        json.dump(content, text, indent=1)
 
 
 def _key(description: Facts) -> str:
-    canonical = json.dumps(description, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()[:24]
+    return hashlib.sha256(_canonical(description)).hexdigest()[:24]
+
+
+def _description_sum(description: Facts, facts: Facts, parts: Facts) -> int:
+    return zlib.crc32(_canonical([description, facts, parts]))
+
+
+def _canonical(plain: Any) -> bytes:
+    return json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _part(array: np.ndarray, file_bytes: int) -> Facts:
@@ -236,17 +270,30 @@ def _published(file: Path) -> Iterator[Path]:
 def _locked(file: Path) -> Iterator[bool]:
     """Whether this process has the lock of name `file`; it is free again when the block ends or the process does.
 
-    A file system that cannot lock lets everybody in: work may then be done twice, with one result.
+    Where nothing can be locked everybody is let in: work may then be done twice, with one result.
     """
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = _open_lock(file)
+    if descriptor is None:
+        yield True
+        return
     try:
         ours = _try_lock(descriptor)
         yield ours
         if ours:
-            # While it is still ours. Whoever waits with the old file finds the entry when it gets the lock.
-            file.unlink(missing_ok=True)
+            # While it is still ours. Whoever waits with the old file finds the entry when it gets the lock. In some
+            # folders the file of another user cannot be removed: it stays, and locks as well.
+            with contextlib.suppress(OSError):
+                file.unlink()
     finally:
         os.close(descriptor)
+
+
+def _open_lock(file: Path) -> int | None:
+    """A descriptor of the file, made if need be; a file of another user is only read, which is enough to lock it."""
+    for flags in (os.O_RDWR | os.O_CREAT, os.O_RDONLY):
+        with contextlib.suppress(OSError):
+            return os.open(file, flags, 0o666)
+    return None
 
 
 def _try_lock(descriptor: int) -> bool:

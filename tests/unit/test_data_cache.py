@@ -1,13 +1,16 @@
 """The cache of arrays: found by what determines them, never trusted when damaged, built by one, awaited by others."""
 
+import fcntl
 import json
 import logging
 import multiprocessing
+import os
 import pickle
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,13 +92,25 @@ def other_description(folder: Path) -> None:
     file.write_text(json.dumps(content))
 
 
+def other_facts(folder: Path) -> None:
+    file = entry(folder, ".json")
+    content = json.loads(file.read_text())
+    content["facts"]["n"] = 999
+    file.write_text(json.dumps(content))
+
+
 def empty_description(folder: Path) -> None:
     entry(folder, ".json").write_text("[]")
 
 
-@pytest.mark.parametrize(
-    "damage", [truncate, flip, other_type, remove, cut_description, other_description, empty_description]
-)
+def nested_description(folder: Path) -> None:
+    entry(folder, ".json").write_text("[" * 100_000)
+
+
+DAMAGE = [truncate, flip, other_type, remove, cut_description, other_description, other_facts, empty_description]
+
+
+@pytest.mark.parametrize("damage", [*DAMAGE, nested_description])
 def test_a_damaged_entry_is_built_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
 ) -> None:
@@ -109,6 +124,7 @@ def test_a_damaged_entry_is_built_anew(
     assert "it is built anew" in caplog.text
     assert build.calls == 2
     np.testing.assert_array_equal(again.arrays["squares"], np.arange(1000) ** 2)
+    assert again.facts == {"n": 1000}
     ArrayCache([tmp_path], builds=False, timeout=0).get("x", KEY, build)
 
 
@@ -180,6 +196,93 @@ def test_where_nothing_can_be_locked_the_result_is_the_same(tmp_path: Path, monk
     build = Builder()
     assert ArrayCache([tmp_path]).get("x", KEY, build).facts == {"n": 1000}
     assert build.calls == 1
+
+
+def refuse_for(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, refused: Callable[..., bool]) -> None:
+    """Let function `name` of `owner` fail as it does for files of another user, where `refused` says so."""
+    original = getattr(owner, name)
+
+    def guarded(*arguments: Any, **options: Any) -> Any:
+        if refused(*arguments):
+            raise PermissionError(13, "Permission denied")
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, guarded)
+
+
+def is_lock(path: object, *_: object) -> bool:
+    return str(path).endswith(".lock")
+
+
+def test_the_lock_of_another_user_locks_and_may_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_for(monkeypatch, cache_module.os, "open", lambda path, flags, *_: is_lock(path) and flags & os.O_RDWR)
+    refuse_for(monkeypatch, Path, "unlink", is_lock)
+    build = Builder()
+    lock = tmp_path / f"x-{cache_module._key(KEY)}.lock"
+    lock.touch(0o644)
+    with open(lock) as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="did not appear"):
+            ArrayCache([tmp_path], timeout=0).get("x", KEY, build)
+    assert ArrayCache([tmp_path]).get("x", KEY, build).files
+    assert build.calls == 1
+    assert lock.exists()
+
+
+def test_without_any_lock_the_result_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_for(monkeypatch, cache_module.os, "open", is_lock)
+    assert ArrayCache([tmp_path], timeout=0).get("x", KEY, Builder()).files
+    ArrayCache([tmp_path], builds=False, timeout=0).get("x", KEY, Builder())
+
+
+@pytest.mark.parametrize(("suffix", "damage"), [(".npy", flip), (".json", other_facts)])
+def test_a_folder_that_takes_no_files_is_passed_over(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    suffix: str,
+    damage: Callable[[Path], None],
+) -> None:
+    """As a sticky folder with a damaged entry of another user: files can be made, but not put in its place."""
+    folders = [tmp_path / "data", tmp_path / "home"]
+    build = Builder()
+    ArrayCache(folders[:1]).get("x", KEY, build)
+    damage(folders[0])
+    names = ("data", "home")
+    refuse_for(
+        monkeypatch,
+        cache_module.os,
+        "replace",
+        lambda _, target: Path(target).parent.name in names and Path(target).suffix == suffix,
+    )
+    with pytest.raises(ValueError, match="indices cannot be kept there .*Permission denied.*--data-cache-path"):
+        ArrayCache(folders[:1], required=True).get("x", KEY, build)
+    with caplog.at_level(logging.WARNING):
+        assert ArrayCache(folders).get("x", KEY, build).files == {}
+    assert caplog.text.count("indices cannot be kept there") == 2
+    names = ("data",)
+    kept = ArrayCache(folders).get("x", KEY, build)
+    assert {Path(file).parent for file in kept.files.values()} == {folders[1]}
+    assert build.calls == 4
+    np.testing.assert_array_equal(kept.arrays["squares"], np.arange(1000) ** 2)
+    assert ArrayCache(folders, builds=False, timeout=0).get("x", KEY, build).files == kept.files
+    assert not [path for folder in folders for path in folder.iterdir() if path.suffix in (".lock", ".tmp")]
+
+
+def test_only_who_waits_lists_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed: list[Path] = []
+
+    def counted(path: Path) -> list[str]:
+        listed.append(path)
+        return [found.name for found in os.scandir(path)]
+
+    monkeypatch.setattr(cache_module.os, "listdir", counted)
+    for n in range(3):
+        ArrayCache([tmp_path]).get("x", {"n": n}, Builder())
+    assert listed == []
+    with pytest.raises(ValueError, match="did not appear"):
+        ArrayCache([tmp_path], builds=False, timeout=0.1).get("x", KEY, Builder())
+    assert listed
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
