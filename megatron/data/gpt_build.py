@@ -1,6 +1,7 @@
 """From a `DataConfig` to the training, validation and test set of a GPT: split, blended, indices kept in files."""
 
 import dataclasses
+import math
 import os
 import zlib
 from pathlib import Path
@@ -85,6 +86,12 @@ class _Sets:
     tokens: TokenStore
     left_out: tuple[str, ...] = ()  # sets without a document in this share
 
+    def shares(self) -> list[float]:
+        """The weights of the members, which add up to 1; where none is left out they stay what they are."""
+        weights = [member.weight for member in self.members]
+        total = math.fsum(weights) if self.left_out else 1.0
+        return [weight / total for weight in weights]
+
     @classmethod
     def open(cls, blend: Blend, name: str) -> "_Sets":
         opened = open_token_sets(blend, name)
@@ -123,11 +130,10 @@ class _Maker:
             return self._single(sets.members[0], num_samples, name, sets.left_out)
         if num_samples is None:
             raise ValueError(f"{name}: a blend of token sets has no single pass; ask for a number of samples")
-        total = sum(member.weight for member in sets.members)
-        shares = [member.weight / total for member in sets.members] if total < 0.999 else []
-        return self._blended(sets, shares or [member.weight for member in sets.members], num_samples, name)
+        return self._blended(sets, num_samples, name)
 
-    def _blended(self, sets: _Sets, shares: list[float], num_samples: int, name: str) -> BlendedDataset:
+    def _blended(self, sets: _Sets, num_samples: int, name: str) -> BlendedDataset:
+        shares = sets.shares()
         datasets, found = [], []
         for member, samples in zip(sets.members, samples_of_each(shares, num_samples), strict=True):
             try:

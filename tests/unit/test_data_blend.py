@@ -175,6 +175,23 @@ def test_each_set_is_split_alike_and_one_without_a_share_is_left_out(tmp_path: P
     assert not any("left out" in line for line in train.report())
 
 
+def test_however_small_the_set_that_is_left_out_the_others_stay_within_the_bounds(tmp_path: Path) -> None:
+    weights = (0.5, 0.4991, 0.0009)
+    names = [write_set(tmp_path, name, 1000 * k, 40 if k < 2 else 2) for k, name in enumerate("abc")]
+    words = tuple(word for weight, name in zip(weights, names, strict=True) for word in (str(weight), name))
+    config = DataConfig(data_path=words, seq_length=3, split="8,2,0")
+    train, valid, _ = build_gpt_datasets(config, num_samples=(60, 20_000, 0), seed=1, eod_id=None)
+    assert isinstance(train, BlendedDataset)
+    assert isinstance(valid, BlendedDataset)
+    assert train.shares == list(weights)  # nothing is left out: to the last bit as given
+    assert valid.shares == [0.5 / 0.9991, 0.4991 / 0.9991]
+    taken = np.cumsum(np.eye(2, dtype=np.int64)[valid.set_numbers], axis=0)  # [n, sets]
+    deviation = taken - np.arange(1, 20_001)[:, None] * np.array([5000, 4991]) / 9991
+    assert deviation.max() <= 1 + 1e-6
+    assert deviation.min() >= -2
+    assert valid.report()[-1].endswith(names[2])
+
+
 def test_sets_that_a_blend_leaves_out_of_a_share_are_told(tmp_path: Path) -> None:
     words: list[str] = []
     for k in range(14):
