@@ -19,7 +19,7 @@ from tqdm import tqdm
 from megatron.base.compose import ComposedConfig
 from megatron.base.config import Config, choice_problems, flag, minimum_problems
 from megatron.base.files import new_folder
-from megatron.data.corpus import Encoder, encode_sources, handed_over, start_pool
+from megatron.data.corpus import Encoder, WorkerPool, encode_sources, handed_over
 from megatron.data.corpus_sets import Output, open_writers, write_encoded, write_partitions
 from megatron.data.indexed import IndexedWriter, best_dtype
 from megatron.data.inputs import FORMATS, TEXT_DOCUMENTS, cut, find_sources
@@ -136,7 +136,7 @@ def write_all(run: PreprocessRun, encoder: Encoder, sources: list[Source], bad: 
         total = sum(os.path.getsize(source.path) for source in sources)
         progress = stack.enter_context(Progress(total, config.log_interval))
         if config.partitions > 1:
-            pool = start_pool(handed_over(encoder), config.workers)
+            pool = WorkerPool(handed_over(encoder), config.workers)
             write_partitions(writers, output, cut(sources, config.partitions), pool, bad, progress.advance)
         else:
             make = (lambda: encoder) if config.workers == 1 else handed_over(encoder)

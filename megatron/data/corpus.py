@@ -227,9 +227,18 @@ class _WorkerContext(SpawnContext):
     Process = _WorkerProcess
 
 
-def start_pool(make_encoder: MakeEncoder, workers: int) -> ProcessPoolExecutor:
+class WorkerPool(ProcessPoolExecutor):
     """A pool of processes with an encoder each from `make_encoder`, which is pickled: no part of the running script."""
-    return ProcessPoolExecutor(workers, _WorkerContext(), initializer=_start_worker, initargs=(make_encoder,))
+
+    def __init__(self, make_encoder: MakeEncoder, workers: int) -> None:
+        super().__init__(workers, _WorkerContext(), initializer=_start_worker, initargs=(make_encoder,))
+
+    def end_now(self) -> None:
+        """End the worker processes in the middle of what they do; returns when they are gone."""
+        for process in multiprocessing.active_children():
+            if isinstance(process, _WorkerProcess):
+                process.kill()
+        self.shutdown(cancel_futures=True)
 
 
 def handed_over(encoder: Encoder) -> MakeEncoder:
@@ -267,7 +276,7 @@ def encode_sources(
 
 
 def _encode_on_workers(chunks: Iterable[Chunk], make_encoder: MakeEncoder, workers: int) -> Iterator[Encoded]:
-    pool = start_pool(make_encoder, workers)
+    pool = WorkerPool(make_encoder, workers)
     pending: deque[tuple[int, Future[Encoded]]] = deque()
     waiting = 0
     try:

@@ -5,13 +5,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, as_completed
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.data.corpus import Encoded, encode_sources, worker_encoder
+from megatron.data.corpus import Encoded, WorkerPool, encode_sources, worker_encoder
 from megatron.data.indexed import IndexedDataset, IndexedWriter
 from megatron.data.merging import append_set
 from megatron.data.records import BadRecords, Source
@@ -50,30 +50,44 @@ def write_partitions(
     writers: Sequence[IndexedWriter],
     output: Output,
     partitions: Iterable[Sequence[Source]],
-    pool: ProcessPoolExecutor,
+    pool: WorkerPool,
     bad: BadRecords,
     advance: Advance,
 ) -> None:
     """Append what `partitions` hold: each is read, encoded and written by one process into sets of its own.
 
-    `pool` is of `start_pool`. The sets of the parts lie in a hidden folder beside the output and are gone in the end.
-    The result, bad records included, is that of one run over all.
+    The sets of the parts lie in a hidden folder beside the output and are gone in the end.
+    The result, bad records included, is that of one run over all. After an error, in any part, nothing is waited for:
+    the processes are ended.
     """
     target = Path(output.prefixes[0])
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".parts", dir=target.parent))
     try:
-        futures = []
+        parts, futures = [], []
         for number, sources in enumerate(partitions):
-            part = output._replace(prefixes=[str(folder / f"{number}_{k}") for k in range(len(output.keys))])
-            futures.append((part, pool.submit(_write_part, list(sources), part, bad.fail)))
-        for part, future in futures:
-            done = future.result()
+            parts.append(output._replace(prefixes=[str(folder / f"{number}_{k}") for k in range(len(output.keys))]))
+            futures.append(pool.submit(_write_part, list(sources), parts[-1], bad.fail))
+        for k in _done_in_order(futures):
+            done = futures[k].result()
             bad.merge(done.bad)
-            _take_over(writers, part)
+            _take_over(writers, parts[k])
             advance(done.documents, done.bytes)
+        pool.shutdown()
+    except BaseException:
+        pool.end_now()  # before the folder goes: processes write in it
+        raise
     finally:
-        pool.shutdown(cancel_futures=True)  # before the folder goes: processes write in it
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _done_in_order(futures: Sequence[Future[Any]]) -> Iterator[int]:
+    """The numbers of the futures in their order, each when it is done; raises as soon as any of them has failed."""
+    first = 0
+    for future in as_completed(futures):
+        future.result()
+        while first < len(futures) and futures[first].done():
+            yield first
+            first += 1
 
 
 class _Done(NamedTuple):

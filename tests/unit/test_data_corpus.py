@@ -29,12 +29,12 @@ import sys
 import torch, tqdm, yaml
 import megatron.training
 import numpy as np
-from megatron.data.corpus import Encoder, handed_over, start_pool
+from megatron.data.corpus import Encoder, handed_over, WorkerPool
 from megatron.tokenizer import TokenizerConfig, build_tokenizer
 
 files = dict(zip(("vocab_file", "merge_file"), sys.argv[1:]))
 make = handed_over(Encoder(build_tokenizer(TokenizerConfig(**files)), ["text"], False, np.dtype("u2")))
-with start_pool(make, 1) as pool:
+with WorkerPool(make, 1) as pool:
     print(*pool.submit(eval, "list(__import__('sys').modules)").result())
 assert sys.modules["__main__"].IMPORTED is True
 """

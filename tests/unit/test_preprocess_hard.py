@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -281,6 +282,56 @@ def test_a_kill_leaves_no_half_set(tmp_path: Path, repository: Path, more: list[
         assert not (tmp_path / "x_text_document.bin").exists()
         with pytest.raises(ValueError, match="is missing"):
             IndexedDataset(tmp_path / "x_text_document")
+
+
+class Sleeper:
+    """A tokenizer that hangs on a text; it says so in a file."""
+
+    vocab_size, eod = 1000, 999
+
+    def __init__(self, note: Path) -> None:
+        self.note = note
+
+    def tokenize(self, text: str) -> list[int]:
+        if text == "wait for it":
+            self.note.touch()
+            time.sleep(60)
+        elif text == "refuse":
+            while not self.note.exists():
+                time.sleep(0.01)
+            raise ValueError("refused")
+        return [1]
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.tokenize(text) for text in texts]
+
+
+@pytest.mark.parametrize("why", ["bad record", "interrupt"])
+def test_partitions_that_run_are_not_waited_for_when_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], why: str
+) -> None:
+    note = tmp_path / "note"
+    monkeypatch.setattr(preprocess_data, "build_tokenizer", lambda config: Sleeper(note))
+    texts = ["wait for it", "refuse" if why == "bad record" else "fine text"]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    began = time.monotonic()
+    if why == "interrupt":
+        threading.Thread(target=interrupt_after, args=(note,)).start()
+    more = ["--on-bad-record", "fail", "--partitions", "2", "--workers", "2"]
+    assert run(tmp_path, [tmp_path / "in.jsonl"], *more) == (2 if why == "bad record" else 130)
+    assert time.monotonic() - began < 40
+    told = capfd.readouterr().err
+    assert ("in.jsonl:2: not understood" if why == "bad record" else "error: interrupted") in told
+    assert "Traceback" not in told
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "note"}
+
+
+def interrupt_after(note: Path) -> None:
+    """Send this process what Ctrl-C sends, once `note` exists."""
+    deadline = time.monotonic() + 30
+    while not note.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def half_written(folder: Path) -> bool:
