@@ -23,6 +23,7 @@ from megatron.data.bert_mapping import BertMapping, build_bert_mapping
 from megatron.data.bert_masking import BertIds
 from megatron.data.cache import ArrayCache
 from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed_format import HEADER_BYTES
 from tests.harness.token_files import write_token_files
 
 CLS, SEP, MASK, PAD = 2, 3, 4, 0
@@ -311,7 +312,14 @@ def test_split_over_documents(tmp_path: Path) -> None:
 
 
 def test_the_map_is_kept_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    indexed = IndexedDataset(write_token_files(tmp_path / "set", numbered(a_corpus(50)), INT32))
+    corpus = a_corpus(50)
+    indexed = IndexedDataset(write_token_files(tmp_path / "set", numbered(corpus), INT32))
+    # the same sentences, of which one has moved to the next document
+    (first_document, second_document), others = corpus[:2], corpus[2:]
+    moved = [first_document[:-1], first_document[-1:] + second_document, *others]
+    (tmp_path / "other").mkdir()
+    cut_elsewhere = IndexedDataset(write_token_files(tmp_path / "other" / "set", numbered(moved), INT32))
+    np.testing.assert_array_equal(cut_elsewhere.sizes, indexed.sizes)
     built = []
 
     def counted(*arguments: object, **more: object) -> BertMapping:
@@ -320,11 +328,18 @@ def test_the_map_is_kept_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(bert_build, "build_bert_mapping", counted)
 
-    def train_set(split: str = "80,20,0", s: int = 64, asked: int = 99, seed: int = 1, **config: bool) -> BertDataset:
+    def train_set(
+        split: str = "80,20,0",
+        s: int = 64,
+        asked: int = 99,
+        seed: int = 1,
+        texts: IndexedDataset = indexed,
+        **config: float | bool,
+    ) -> BertDataset:
         choices, cache = BertDataConfig(**config), ArrayCache([tmp_path / "cache"])
         asked_of_each = (asked, 0, 0)
         train, *_ = build_bert_datasets(
-            indexed, split, s, choices, num_samples=asked_of_each, seed=seed, ids=IDS, cache=cache
+            texts, split, s, choices, num_samples=asked_of_each, seed=seed, ids=IDS, cache=cache
         )
         assert train is not None
         return train
@@ -340,10 +355,23 @@ def test_the_map_is_kept_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         lambda: train_set(asked=300),
         lambda: train_set(seed=2),
         lambda: train_set(bert_no_binary_head=True),
+        lambda: train_set(short_seq_prob=0.2),
+        lambda: train_set(texts=cut_elsewhere),
     ):
         before = len(built)
         other()
         assert len(built) == before + 1
+
+
+def test_a_damaged_set_is_told_before_its_map_is_made(tmp_path: Path) -> None:
+    """Its last sentence ends where the file ends, so that opening it finds nothing."""
+    prefix = write_token_files(tmp_path / "set", numbered([[3, 4], [5, 6]]), INT32)
+    index = bytearray(Path(prefix + ".idx").read_bytes())
+    index[HEADER_BYTES + 4 * 4 + 8] = 200  # the offset of the second sentence
+    Path(prefix + ".idx").write_bytes(index)
+    indexed = IndexedDataset(prefix, verify=False)
+    with pytest.raises(ValueError, match=r"set.bin has 72 bytes, its index describes 216"):
+        build_bert_datasets(indexed, "1,0,0", 16, BertDataConfig(), num_samples=(9, 0, 0), seed=1, ids=IDS)
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Blends: the greedy rule of Megatron-LM 2.5, its bounds, what flags accept, samples and reports."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -244,3 +246,21 @@ def test_a_thousand_sets_are_opened(tmp_path: Path) -> None:
     assert train is not None
     assert sorted(int(train[i]["tokens"][0]) for i in range(1000)) == list(range(1000))
     assert len(train.report()) == 1001
+
+
+def test_sets_beyond_the_limit_of_open_files_are_opened(tmp_path: Path) -> None:
+    """Under the soft limit of many systems two files of each set would be too many."""
+    words: list[str] = []
+    for k in range(60):
+        words += ["1", write_token_files(tmp_path / f"s{k}", [[[k] * 6]], 4)]
+    program = (
+        "import resource, sys\n"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))\n"
+        "from megatron.data.blend import parse_blend\n"
+        "from megatron.data.token_sets import open_token_sets\n"
+        "sets = open_token_sets(parse_blend(sys.argv[1:], '--data-path'), '--data-path')\n"
+        "print(len(sets), resource.getrlimit(resource.RLIMIT_NOFILE) == (60 * 11 + 512, hard))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "60 True\n"), done.stderr

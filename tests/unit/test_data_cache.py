@@ -18,6 +18,8 @@ import pytest
 from megatron.data import DataConfig, GPTDataset, build_gpt_datasets
 from megatron.data import cache as cache_module
 from megatron.data.cache import ArrayCache, Stored
+from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed_format import HEADER_BYTES
 from tests.harness.token_files import write_token_files
 
 KEY = {"what": "squares", "n": 1000}
@@ -346,6 +348,30 @@ def test_indices_depend_on_all_that_their_key_holds(tmp_path: Path) -> None:
     for extension in (".bin", ".idx"):
         Path(f"{tmp_path / 'y'}{extension}").rename(f"{tmp_path / 'x'}{extension}")
     gpt(tmp_path / "c", prefix, reset_position_ids=True)
+
+
+def test_a_share_that_begins_elsewhere_is_another(tmp_path: Path) -> None:
+    """With the same end, and the same number of samples asked of it."""
+    prefix = write_token_files(tmp_path / "x", [[[k] * 6] for k in range(20)])
+    valid: list[set[int]] = []
+    for split, begin in (("5,4,1", 10), ("6,3,1", 12)):
+        config = DataConfig(data_path=(prefix,), seq_length=4, split=split, data_cache_path=str(tmp_path / "c"))
+        part = build_gpt_datasets(config, num_samples=(0, 100, 0), seed=1, eod_id=None)[1]
+        assert part is not None
+        valid.append({int(token) for i in range(100) for token in part[i]["tokens"]})
+        assert valid[-1] == set(range(begin, 18))
+
+
+def test_a_damaged_set_is_told_before_indices_are_made_of_it(tmp_path: Path) -> None:
+    """Its last sequence ends where the file ends, so that opening it finds nothing."""
+    prefix = write_token_files(tmp_path / "x", [[[1] * 9]] * 9)
+    index = bytearray(Path(prefix + ".idx").read_bytes())
+    index[HEADER_BYTES + 4 * 9 + 8] = 250  # the offset of the second sequence: its end is beyond the file
+    Path(prefix + ".idx").write_bytes(index)
+    assert len(IndexedDataset(prefix, verify=False)) == 9
+    with pytest.raises(ValueError, match=r"x.bin has 162 bytes, its index describes 268"):
+        gpt(tmp_path / "c", prefix, builds=True)
+    assert not list((tmp_path / "c").glob("*.json"))
 
 
 def test_indices_lie_beside_the_set_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
