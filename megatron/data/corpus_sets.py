@@ -29,9 +29,12 @@ class Output(NamedTuple):
 
 @contextlib.contextmanager
 def open_writers(output: Output) -> Iterator[list[IndexedWriter]]:
-    """Writers of all sets; the sets appear when the block ends without an error."""
+    """Writers of all sets; the sets appear, all or none, when the block ends without an error."""
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(IndexedWriter(prefix, output.dtype)) for prefix in output.prefixes]
+        writers = [stack.enter_context(IndexedWriter(prefix, output.dtype)) for prefix in output.prefixes]
+        yield writers
+        for writer in writers:  # all are on disk before the first appears
+            writer.complete()
 
 
 def write_encoded(

@@ -1,5 +1,6 @@
 """Token files `PREFIX.bin` + `PREFIX.idx` (MMIDIDX version 1): the memory-mapped reader and the streaming writer."""
 
+import contextlib
 import functools
 import mmap
 import os
@@ -212,6 +213,7 @@ class IndexedWriter:
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.sequences = self.documents = self.tokens = 0
+        self._is_complete = False
         self._code = dtype_code(self.dtype)
         self._temporary = temporary_name(data_path(self.prefix))
         self._temporary_index = temporary_name(index_path(self.prefix))
@@ -227,12 +229,24 @@ class IndexedWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
             if kind is None:
-                self._finish()
+                self.complete()
+                self._publish()
         finally:
             for stream in (self._data, self._sizes, self._ends):
-                stream.close()
+                with contextlib.suppress(OSError):  # of what a full disk did not take, which was told before
+                    stream.close()
             self._temporary.unlink(missing_ok=True)
             self._temporary_index.unlink(missing_ok=True)
+
+    def complete(self) -> None:
+        """Bring both files to disk under their temporary names; nothing can be added then, the end of the block renames.
+
+        For several sets that are to appear together or not at all; without it the end of the block does it.
+        """
+        if not self._is_complete:
+            with _naming(data_path(self.prefix)):
+                self._finish()
+            self._is_complete = True
 
     def add_document(self, ids: ArrayLike) -> None:
         """Append a document that is one sequence of ids [n]."""
@@ -261,9 +275,11 @@ class IndexedWriter:
         self._check_ids(tokens)
         if len(sizes) and sizes.max() > _MAX_SEQUENCE:
             raise ValueError(f"{self.prefix}: a sequence of {sizes.max()} tokens; the format holds {_MAX_SEQUENCE}")
-        self._data.write(tokens.astype(self.dtype, copy=False).tobytes())
-        self._sizes.write(sizes.astype("<i4").tobytes())
-        self._ends.write(document_ends.astype("<i8").tobytes())
+        assert not self._is_complete, "the set is complete"
+        with _naming(data_path(self.prefix)):
+            self._data.write(tokens.astype(self.dtype, copy=False).tobytes())
+            self._sizes.write(sizes.astype("<i4").tobytes())
+            self._ends.write(document_ends.astype("<i8").tobytes())
         self.tokens += len(tokens)
         self.sequences += len(sizes)
         self.documents += len(document_ends)
@@ -288,7 +304,6 @@ class IndexedWriter:
             index.write(np.zeros(1, "<i8").tobytes())
             _copy_from_start(self._ends, index)
             _flush_to_disk(index)
-        self._publish()
 
     def _pointer_chunks(self) -> Iterator[np.ndarray]:
         """Byte offset of each sequence, int64, a chunk at a time."""
@@ -305,6 +320,17 @@ class IndexedWriter:
         os.replace(self._temporary, data_path(self.prefix))
         os.replace(self._temporary_index, index_path(self.prefix))
         fsync_directory(self._temporary.parent)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let an `OSError` of the block name `path`: one of writing, such as a full disk, names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _copy_from_start(source: IO[bytes], target: IO[bytes]) -> None:

@@ -284,6 +284,25 @@ def test_a_kill_leaves_no_half_set(tmp_path: Path, repository: Path, more: list[
             IndexedDataset(tmp_path / "x_text_document")
 
 
+@pytest.mark.parametrize("full", ["text", "title"])
+def test_the_sets_of_two_keys_appear_together_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], full: str
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "1", "title": "2"}\n')
+    flush = os.fsync
+
+    def without_room(descriptor: int) -> None:
+        flush(descriptor)
+        if f".x_{full}_document.bin" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", without_room)
+    assert run(tmp_path, [tmp_path / "in.jsonl"], "--json-keys", "text", "title") == 2
+    name = tmp_path / f"x_{full}_document.bin"
+    assert f"error: [Errno 28] No space left on device: '{name}'" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
 class Sleeper:
     """A tokenizer that hangs on a text; it says so in a file."""
 
