@@ -1,7 +1,7 @@
 """The order in which a blend draws from its sets: the greedy rule of Megatron-LM 2.5, compiled.
 
 Each choice depends on all before it, so that NumPy cannot make them together; numba compiles the loop when it is first
-asked for (about a second), and only runs with a blend import this file.
+asked for, which takes some seconds, and only runs with a blend import this file.
 """
 
 from typing import NamedTuple

@@ -27,7 +27,7 @@ class DataConfig(Config):
     num_workers: int = flag(2, "processes that load samples beside the training process; 0 loads in it")
     dataloader_type: str = flag("single", "order of the samples: one pass, the same at any layout", choices=("single",))
     data_cache_path: str | None = flag(
-        None, "folder for sample indices; index_cache beside the first token set if not given"
+        None, "folder for sample indices; if not given, index_cache beside each set, or else in ~/.cache/megatron"
     )
     data_cache_timeout_minutes: float = flag(30.0, "minutes to wait for sample indices that another process builds")
     reset_position_ids: bool = flag(False, "begin positions anew after each end of document")
