@@ -107,8 +107,9 @@ class ArrayCache:
     def _too_late(self, file: Path) -> str:
         return (
             f"{file} did not appear within {self.timeout:g} seconds: the process that builds it is still at work, "
-            "could not keep it (then it has warned of that) or writes to another file system. Build the indices beforehand with tools/build_index.py, name a folder that "
-            "all nodes see with --data-cache-path, or give a larger --data-cache-timeout-minutes"
+            "could not keep it (then it has warned of that) or writes to another file system. Build the indices "
+            "beforehand with tools/build_index.py, name a folder that all nodes see with --data-cache-path, or give a "
+            "larger --data-cache-timeout-minutes"
         )
 
     def _find(self, stem: str, description: Facts, *, look_again: bool, tell: bool = False) -> Stored | None:
