@@ -18,6 +18,8 @@ NO_IDS = "not understood by the tokenizer"
 
 _SHOWN = 3  # places kept of each kind
 _COUNTED_TOGETHER = 1 << 24  # bytes
+# Nobody looks at numbers: as floats they may have more digits than Python takes for an integer.
+_JSON = json.JSONDecoder(parse_int=float)
 _LONGEST_ESCAPE = 6  # backslash, u and four digits
 
 
@@ -192,7 +194,7 @@ def _parsed(line: bytes) -> dict[str, object]:
     if not text.strip():
         raise BadRecord(EMPTY)
     try:
-        record = json.loads(text)
+        record = _JSON.decode(text)
     except json.JSONDecodeError as error:
         raise BadRecord(CUT if _stopped_at_the_end(error) else NOT_JSON) from None
     except (ValueError, RecursionError):

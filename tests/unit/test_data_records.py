@@ -22,7 +22,7 @@ from megatron.data.records import BadRecord, BadRecords, Source, texts_of
         (b'{"text": "\\u12 and more than that"}\n', "not valid JSON"),
         (b"text\n", "not valid JSON"),
         (b"[" * 100_000 + b"]", "not valid JSON"),
-        (b'{"text": %s}' % (b"9" * 5000), "not valid JSON"),
+        (b'{"text": %s}' % (b"9" * 5000), "not a string"),
         (b'["text"]\n', "not a JSON object"),
         (b'{"title": "a"}\n', "key missing"),
         (b'{"text": 7}\n', "not a string"),
@@ -42,6 +42,10 @@ def test_unusual_text_goes_through(text: str) -> None:
     for ascii_only in (True, False):
         line = json.dumps({"title": "t", "text": text}, ensure_ascii=ascii_only).encode() + b"\r\n"
         assert texts_of(line, ["text", "title"]) == [text, "t"]
+
+
+def test_a_number_of_any_length_beside_the_text_does_no_harm() -> None:
+    assert texts_of(b'{"id": -%s, "text": "a"}' % (b"9" * 5000), ["text"]) == ["a"]
 
 
 def test_the_report_counts_and_names_the_first_places(tmp_path: Path) -> None:
