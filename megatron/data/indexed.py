@@ -239,7 +239,7 @@ class IndexedWriter:
             self._temporary_index.unlink(missing_ok=True)
 
     def complete(self) -> None:
-        """Bring both files to disk under their temporary names; nothing can be added then, the end of the block renames.
+        """Bring both files to disk under their temporary names; nothing is added then, the end of the block renames.
 
         For several sets that are to appear together or not at all; without it the end of the block does it.
         """

@@ -320,15 +320,16 @@ def test_opened_without_verifying_the_ends_of_the_files_are_looked_at(tmp_path: 
 
 @pytest.mark.parametrize("tokens", [1_000, 100_000])
 def test_a_file_that_cannot_grow_is_named_and_leaves_nothing(tmp_path: Path, tokens: int) -> None:
+    def write() -> None:
+        with IndexedWriter(tmp_path / "x", np.uint16) as writer:
+            writer.add_document(np.zeros(tokens, np.uint16))  # what stays in the buffer fails again at the close
+            writer.add_document(np.zeros(tokens, np.uint16))
+
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_500, limits[1]))
     try:
-        with (
-            pytest.raises(OSError, match="File too large: .*x.bin"),
-            IndexedWriter(tmp_path / "x", np.uint16) as writer,
-        ):
-            for _ in range(2):  # what the first leaves in the buffer fails again when the file is closed
-                writer.add_document(np.zeros(tokens, np.uint16))
+        with pytest.raises(OSError, match=r"File too large: .*x\.bin"):
+            write()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []
