@@ -69,6 +69,11 @@ class PreprocessConfig(Config):
         found = choice_problems(self) + minimum_problems(self, 1, "workers", "partitions", "log_interval")
         if len(set(self.json_keys)) < len(self.json_keys):
             found.append(f"--json-keys {' '.join(self.json_keys)}: the same key twice would be the same file twice")
+        found += [
+            f"--json-keys {key}: a key becomes part of a file's name, which takes no /"
+            for key in self.json_keys
+            if "/" in key
+        ]
         if not re.fullmatch("[a-z]{2,3}", self.lang):
             found.append(f"--lang {self.lang}: expected a code of two or three letters, such as en")
         return found + find_sources(self.input, self.input_format, self.text_documents, self.json_keys)[1]

@@ -20,7 +20,7 @@ def find_files(patterns: Sequence[str]) -> tuple[list[str], list[str]]:
 
     Patterns are taken in their order; what one matches is sorted by name. `**` goes through folders.
     """
-    files: dict[str, None] = {}  # in order
+    files: dict[str, str] = {}  # in order: what a name leads to, and the name
     problems = []
     for pattern in patterns:
         found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
@@ -28,9 +28,14 @@ def find_files(patterns: Sequence[str]) -> tuple[list[str], list[str]]:
         if not found:
             what = "no file matches" if glob.has_magic(pattern) else "there is no such file"
             problems.append(f"--input {pattern}: {what}")
-        problems += [f"--input {pattern}: {path} is named twice" for path in found if path in files]
-        files |= dict.fromkeys(found)
-    return list(files), problems
+        for path in found:
+            place = os.path.realpath(path)
+            if place in files:
+                before = "" if files[place] == path else f", before as {files[place]}"
+                problems.append(f"--input {pattern}: {path} is named twice{before}")
+            else:
+                files[place] = path
+    return list(files.values()), problems
 
 
 def layout_of(path: str, asked: str, text_documents: str) -> str:

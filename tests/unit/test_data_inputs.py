@@ -80,6 +80,18 @@ def test_compressed_files_put_one_behind_another_are_read_to_the_end(tmp_path: P
     assert read(Source(str(path), "line")) == [(1, b"a\n"), (2, b"b\n")]
 
 
+@pytest.mark.parametrize("other", ["folder/../x.jsonl", "link.jsonl"])
+def test_a_file_under_two_names_is_named_twice(tmp_path: Path, other: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "x.jsonl").touch()
+    (tmp_path / "link.jsonl").symlink_to("x.jsonl")
+    files, problems = find_files([f"{tmp_path}/x.jsonl", f"{tmp_path}/{other}"])
+    assert files == [f"{tmp_path}/x.jsonl"]
+    assert problems == [
+        f"--input {tmp_path}/{other}: {tmp_path}/{other} is named twice, before as {tmp_path}/x.jsonl",
+    ]
+
+
 def test_documents_of_plain_text(tmp_path: Path) -> None:
     path = tmp_path / "x.txt"
     path.write_bytes(BOM + b"\n one\r\ntwo\r\n \r\n\nthree\x00\xe2\x80\xa8\nfour")

@@ -227,13 +227,14 @@ def test_a_large_vocabulary_takes_wider_elements(tmp_path: Path) -> None:
 
 def test_complaints_come_together_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--input", "nowhere", "--output-prefix", str(tmp_path / "new/x"), "--workers", "0", "--split-sentence"]
-    assert preprocess_data.main([*words, "--json-keys", "a", "a", "--dataset-impl", "lazy"]) == 2
+    assert preprocess_data.main([*words, "--json-keys", "a", "a", "b/c", "--dataset-impl", "lazy"]) == 2
     told = capsys.readouterr().err
     for part in (
         "--input nowhere: there is no such file",
         "--workers 0: it must be at least 1",
         "--split-sentence is not known",
-        "--json-keys a a: the same key twice",
+        "--json-keys a a b/c: the same key twice",
+        "--json-keys b/c: a key becomes part of a file's name, which takes no /",
         "--dataset-impl lazy: accepted are mmap",
         "--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file",
     ):
