@@ -5,13 +5,14 @@ where a tokenizer is given, else as ids.
 """
 
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 
 import numpy as np
 
 from megatron.base.compose import ComposedConfig
-from megatron.base.config import Config, choice_problems, flag, flag_name, minimum_problems
+from megatron.base.config import Config, choice_problems, flag, flag_name, minimum_problems, range_problems
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed import IndexedDataset
 from megatron.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
@@ -35,7 +36,8 @@ class InspectConfig(Config):
     seed: int = flag(1234, "seed of the order of samples")
 
     def problems(self) -> list[str]:
-        found = choice_problems(self) + minimum_problems(self, 0, "documents", "first_document", "samples", "seed")
+        found = choice_problems(self) + minimum_problems(self, 0, "documents", "first_document", "samples")
+        found += range_problems(self, 0, 2**32, "seed")  # what NumPy's generator takes
         return found + minimum_problems(self, 1, "seq_length")
 
 
@@ -139,6 +141,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = parse_composed(InspectRun, argv, world_size=1, prog="inspect_dataset.py")
         for line in inspect(run):
             print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the exit
     except (ValueError, OSError) as error:
         print_problems(error)
         return 2

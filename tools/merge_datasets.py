@@ -33,10 +33,10 @@ class MergeConfig(Config):
     def problems(self) -> list[str]:
         prefixes = self.prefixes()
         found = [f"--input {path}: the folder holds no token set" for path in self.input if _sets_in(path) == []]
-        repeated = sorted({prefix for prefix in prefixes if prefixes.count(prefix) > 1})
+        places = [os.path.realpath(prefix) for prefix in prefixes]
+        repeated = sorted({prefix for prefix, place in zip(prefixes, places, strict=True) if places.count(place) > 1})
         found += [f"--input {prefix}: it is named twice" for prefix in repeated]
-        target = os.path.abspath(self.output_prefix)
-        if target in map(os.path.abspath, prefixes):
+        if os.path.realpath(self.output_prefix) in places:
             found.append(f"--output-prefix {self.output_prefix}: it is one of the inputs")
         return found
 

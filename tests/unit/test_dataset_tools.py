@@ -1,5 +1,8 @@
 """merge_datasets.py and inspect_dataset.py: what they write, what they say, what they refuse."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +42,10 @@ def test_merging_complains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert f"--input {tmp_path / 'empty'}: the folder holds no token set" in told
     assert f"--input {first}: it is named twice" in told
     assert f"--output-prefix {first}: it is one of the inputs" in told
+
+    again = f"{tmp_path}/../{tmp_path.name}/b"
+    assert merge_datasets.main(["--input", first, again, "--output-prefix", str(tmp_path / "out")]) == 2
+    assert f"--input {again}: it is named twice" in capsys.readouterr().err
 
     wide = write_token_files(tmp_path / "wide", FIRST, 4)
     (tmp_path / "a.bin").write_bytes(b"\0")
@@ -102,6 +109,7 @@ def test_inspecting_complains(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for more, message in (
         (["--documents", "-1"], "--documents -1: it must be at least 0"),
         (["--documents", "1", "--first-document", "2"], "--first-document 2: there are 2 documents, counted from 0"),
+        (["--seed", "4294967296"], "--seed 4294967296: it must be at least 0 and below 4.29497e+09"),
         (["--vocab-file", "v"], "--vocab-file v: give --tokenizer-type as well"),
         (["--tokenizer-type", "GPT2BPETokenizer"], "needs --vocab-file and --merge-file"),
         (["--samples", "1", "--seq-length", "50"], "one sample of --seq-length 50 takes 51"),
@@ -111,3 +119,16 @@ def test_inspecting_complains(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert inspect_dataset.main(["--data-path", prefix + ".bin"]) == 2
     assert "give the name without .bin" in capsys.readouterr().err
     assert np.array_equal(IndexedDataset(prefix).sizes, [3, 1, 1])
+
+
+def test_inspecting_ends_quietly_when_nobody_reads_on(tmp_path: Path, repository: Path) -> None:
+    prefix = write_token_files(tmp_path / "x", [[[1]]] * 20_000)
+    command = [sys.executable, str(repository / "tools/inspect_dataset.py"), "--data-path", prefix, "--documents"]
+    environment = os.environ | {"PYTHONPATH": str(repository)}
+    with subprocess.Popen([*command, "20000"], stdout=-1, stderr=-1, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().endswith(b"tokens of uint16\n")
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
