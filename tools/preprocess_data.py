@@ -8,8 +8,9 @@ import contextlib
 import dataclasses
 import os
 import re
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
 from typing import Self
@@ -169,19 +170,39 @@ def preprocess(run: PreprocessRun) -> None:
         print(line)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 2 for the user's mistakes, 1 where a worker process died, 130 when interrupted."""
+class Terminated(KeyboardInterrupt):
+    """The process was asked to end, by SIGTERM."""
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Make SIGTERM raise `Terminated` in the block, so that what is half written is taken away."""
+
+    def terminate(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: the clean-up is not interrupted
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
-        preprocess(parse_composed(PreprocessRun, argv, world_size=1, prog="preprocess_data.py"))
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, 2 for the user's mistakes, 1 where a worker process died, 130 and 143 when interrupted."""
+    try:
+        with terminable():
+            preprocess(parse_composed(PreprocessRun, argv, world_size=1, prog="preprocess_data.py"))
     except (ValueError, OSError) as error:
         print_problems(error)
         return 2
     except BrokenExecutor:
         print("error: a worker process died, for want of memory perhaps; nothing was written", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("error: interrupted; nothing was written", file=sys.stderr)
-        return 130
+        return 128 + (signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT)
     return 0
 
 

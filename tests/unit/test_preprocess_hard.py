@@ -284,6 +284,27 @@ def test_a_kill_leaves_no_half_set(tmp_path: Path, repository: Path, more: list[
             IndexedDataset(tmp_path / "x_text_document")
 
 
+@pytest.mark.parametrize("more", [["--workers", "1"], ["--workers", "2"], ["--workers", "2", "--partitions", "4"]])
+def test_a_request_to_end_leaves_nothing(tmp_path: Path, repository: Path, more: list[str]) -> None:
+    line = json.dumps({"text": "1 2 3 4 5 6 7 8 9 10 " * 40}) + "\n"
+    (tmp_path / "in.jsonl").write_text(line * 60_000)
+    words = ["--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "new" / "x"), *NULL, *more]
+    command = [sys.executable, str(repository / "tools/preprocess_data.py"), *words]
+    environment = os.environ | {"PYTHONPATH": str(repository)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        deadline = time.monotonic() + 60
+        while not any(path.stat().st_size for path in tmp_path.glob("new/**/*.bin.*.tmp")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.terminate()
+        told = process.communicate()[1]
+    assert process.returncode == 143
+    assert told.endswith("error: interrupted; nothing was written\n")
+    assert "Traceback" not in told
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
 @pytest.mark.parametrize("full", ["text", "title"])
 def test_the_sets_of_two_keys_appear_together_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], full: str
