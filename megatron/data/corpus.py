@@ -183,8 +183,6 @@ _worker_encoder: Encoder | Exception | None = None
 
 def _start_worker(make_encoder: MakeEncoder) -> None:
     global _worker_encoder
-    # An interrupt from the keyboard reaches all processes; the parent alone acts on it and ends this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a process: there are as many as were asked for
     try:
@@ -210,15 +208,20 @@ def worker_encoder() -> Encoder:
 
 
 class _WorkerProcess(SpawnProcess):
-    """A process that does not import the script which runs: that takes longer than all that a worker needs."""
+    """A process that does not import the script which runs: that takes longer than all that a worker needs.
+
+    An interrupt from the keyboard reaches all processes; the parent alone acts on it and ends this one.
+    """
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
         script = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")  # one without a file, which there is nothing to import of
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the process inherits, from its start
         try:
             return SpawnProcess._Popen(process_obj)
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
             sys.modules["__main__"] = script
 
 

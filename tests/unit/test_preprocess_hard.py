@@ -324,6 +324,37 @@ def test_the_sets_of_two_keys_appear_together_or_not_at_all(
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
+@pytest.mark.parametrize("delay", [0.02, 0.04, 0.07, 0.1])
+def test_an_interrupt_while_workers_start_is_told_in_one_sentence(
+    tmp_path: Path, repository: Path, delay: float
+) -> None:
+    (tmp_path / "in.jsonl").write_text((GOOD + "\n") * 100_000)
+    words = ["--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "x"), *NULL, "--partitions", "4"]
+    command = [sys.executable, str(repository / "tools/preprocess_data.py"), *words, "--workers", "2"]
+    environment = os.environ | {"PYTHONPATH": str(repository)}
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not workers_of(process.pid):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(delay)
+        os.killpg(process.pid, signal.SIGINT)  # as the keyboard does
+        told = process.communicate()[1]
+    assert process.returncode == 130
+    assert told.endswith("error: interrupted; nothing was written\n")
+    assert "Traceback" not in told
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def workers_of(pid: int) -> list[str]:
+    """The worker processes that `pid` has started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+    return [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
 class Sleeper:
     """A tokenizer that hangs on a text; it says so in a file."""
 
