@@ -53,7 +53,9 @@ class PreprocessConfig(Config):
     split_sentences: bool = flag(
         False, "cut documents into sentences, a sequence each, into _KEY_sentence.bin and .idx"
     )
-    lang: str = flag("en", "language whose rules end a sentence: its ISO 639 code")
+    lang: str = flag(
+        "en", "language whose rules end a sentence: its ISO 639 code; an unknown one means those of English"
+    )
     append_eod: bool = flag(False, "end each document with the tokenizer's end-of-document id")
     workers: int = flag(1, "processes that tokenise")
     partitions: int = flag(
@@ -190,7 +192,7 @@ def terminable() -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 2 for the user's mistakes, 1 where a worker process died, 130 and 143 when interrupted."""
+    """Returns the exit code: 0, 2 for the user's mistakes, 1 where a worker died, 130 and 143 when interrupted."""
     try:
         with terminable():
             preprocess(parse_composed(PreprocessRun, argv, world_size=1, prog="preprocess_data.py"))

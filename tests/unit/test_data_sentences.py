@@ -67,3 +67,9 @@ def test_odd_texts_take_no_time_that_grows_with_their_square() -> None:
     assert max(map(len, SPLIT("\u201c" * 100_000))) <= WINDOW
     assert max(map(len, SPLIT("word " * 100_000))) <= WINDOW
     assert time.process_time() - start < 10
+
+
+def test_a_language_that_the_library_does_not_know_has_the_rules_of_english() -> None:
+    text = "Dr. Smith saw Mt. Hood, e.g. at 5 p.m. on Monday. Hr. Meier, St. Jan. He left."
+    assert SentenceSplitter("zz")(text) == SPLIT(text)
+    assert SentenceSplitter("fr")(text) != SPLIT(text)
