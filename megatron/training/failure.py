@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from megatron.base.complaints import ConfigError, problems_of
 
@@ -14,6 +14,8 @@ _KEY = "megatron/first-failure"
 
 # Seconds for which ranks other than a node's first leave it to tell a mistake that all of them see alike.
 _SILENT_WAIT = 20.0
+# Seconds that the rank which failed first has for its traceback before another one ends.
+_GRACE = 1.0
 
 
 class Store(Protocol):
@@ -78,8 +80,7 @@ def shared_failure(store: Store, rank: int) -> Iterator[None]:
         own = f"rank {rank}: {type(error).__name__}: {error}"
         first = _first_failure(store, own)
         if first != own:
-            print(f"rank {rank} stops because of {first}", file=sys.stderr, flush=True)
-            raise SystemExit(1) from None
+            _leave_the_word(first, rank, isinstance(error, ConfigError))
         if isinstance(error, SystemExit):
             raise
         if isinstance(error, ConfigError):
@@ -87,6 +88,16 @@ def shared_failure(store: Store, rank: int) -> Iterator[None]:
             raise SystemExit(2) from None
         traceback.print_exc()
         raise SystemExit(1) from None
+
+
+def _leave_the_word(first: str, rank: int, mistake: bool) -> NoReturn:
+    """End this rank behind the one that failed first, whose words a launcher would cut off by ending all ranks.
+
+    Where a `mistake` is seen by all ranks alike, the first one tells it and the launcher ends the others meanwhile.
+    """
+    time.sleep(_SILENT_WAIT if mistake else _GRACE)
+    print(f"rank {rank} stops because of {first}", file=sys.stderr, flush=True)
+    raise SystemExit(2 if mistake else 1) from None
 
 
 def _first_failure(store: Store, own: str) -> str:
