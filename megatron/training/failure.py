@@ -95,8 +95,10 @@ def _leave_the_word(first: str, rank: int, mistake: bool) -> NoReturn:
 
     Where a `mistake` is seen by all ranks alike, the first one tells it and the launcher ends the others meanwhile.
     """
-    time.sleep(_SILENT_WAIT if mistake else _GRACE)
+    if mistake:
+        time.sleep(_SILENT_WAIT)
     print(f"rank {rank} stops because of {first}", file=sys.stderr, flush=True)
+    time.sleep(_GRACE)
     raise SystemExit(2 if mistake else 1) from None
 
 
