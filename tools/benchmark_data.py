@@ -28,7 +28,7 @@ from megatron.base.config import Config, flag, minimum_problems
 from megatron.data.benchmark import measure_fetching, measure_indices
 from megatron.data.indexed import IndexedDataset
 from megatron.training.arguments import parse_composed
-from megatron.training.failure import print_problems
+from megatron.training.failure import exit_code
 
 TOOLS = Path(__file__).resolve().parent
 DICTIONARY = Path("/usr/share/dictd/gcide.dict.dz")
@@ -239,12 +239,9 @@ def benchmark(config: BenchmarkConfig) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 for the user's mistakes."""
-    try:
-        benchmark(parse_composed(BenchmarkRun, argv, world_size=1, prog="benchmark_data.py").benchmark)
-    except (ValueError, OSError) as error:
-        print_problems(error)
-        return 2
-    return 0
+    return exit_code(
+        lambda: benchmark(parse_composed(BenchmarkRun, argv, world_size=1, prog="benchmark_data.py").benchmark)
+    )
 
 
 if __name__ == "__main__":

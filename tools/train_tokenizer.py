@@ -22,7 +22,7 @@ from megatron.data.corpus import read_all
 from megatron.data.inputs import find_sources
 from megatron.data.records import BadRecords, Source, documents_of
 from megatron.training.arguments import parse_composed
-from megatron.training.failure import print_problems
+from megatron.training.failure import exit_code
 
 END_OF_TEXT = "<|endoftext|>"
 _SMALLEST = 257  # the 256 bytes and the end of text
@@ -156,12 +156,9 @@ def train_and_write(config: TrainTokenizerConfig) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 for the user's mistakes."""
-    try:
-        train_and_write(parse_composed(TrainTokenizerRun, argv, world_size=1, prog="train_tokenizer.py").files)
-    except (ValueError, OSError) as error:
-        print_problems(error)
-        return 2
-    return 0
+    return exit_code(
+        lambda: train_and_write(parse_composed(TrainTokenizerRun, argv, world_size=1, prog="train_tokenizer.py").files)
+    )
 
 
 if __name__ == "__main__":

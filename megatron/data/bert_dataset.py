@@ -59,8 +59,7 @@ class BertDataset:
         name: str = "train",
         make_mapping: Callable[[], BertMapping] | None = None,
     ) -> None:
-        if indexed.dtype.kind == "f":
-            raise ValueError(f"{indexed.prefix}.bin holds {indexed.dtype.name} numbers: token ids are integers")
+        indexed.check_integers()
         self.indexed = indexed
         self.seq_length = seq_length
         self.name = name

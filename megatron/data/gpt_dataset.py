@@ -78,8 +78,7 @@ class GPTDataset:
         left_out: Sequence[str] = (),
     ) -> None:
         self.rules = DocumentRules(eod_id, eod_mask_loss, reset_position_ids, reset_attention_mask)
-        if indexed.dtype.kind == "f":
-            raise ValueError(f"{indexed.prefix}.bin holds {indexed.dtype.name} numbers: token ids are integers")
+        indexed.check_integers()
         self.indexed = indexed
         self.seq_length = seq_length
         self.name = name

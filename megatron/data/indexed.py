@@ -106,6 +106,11 @@ class IndexedDataset:
             return self._tokens[start : start + int(sizes.sum())]
         return np.concatenate([np.empty(0, self.dtype), *(self.get(i) for i in range(first, last))])
 
+    def check_integers(self) -> None:
+        """`ValueError` where the elements are no integers: then they are no token ids."""
+        if self.dtype.kind == "f":
+            raise ValueError(f"{self.prefix}.bin holds {self.dtype.name} numbers: token ids are integers")
+
     def max_token_id(self, part: int = 0, parts: int = 1) -> int:
         """The largest id in share `part` of `parts` equal shares of the tokens; -1 when the share is empty.
 

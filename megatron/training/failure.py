@@ -5,7 +5,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn, Protocol
 
 from megatron.base.complaints import ConfigError, problems_of
@@ -42,6 +42,16 @@ def user_errors() -> Iterator[None]:
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             print("interrupted: what was done since the last checkpoint is lost", file=sys.stderr, flush=True)
         raise SystemExit(130) from None
+
+
+def exit_code(work: Callable[[], None]) -> int:
+    """Do the work of a tool; 0, or 2 where a `ValueError` or `OSError`, the user's mistake, is said in sentences."""
+    try:
+        work()
+    except (ValueError, OSError) as error:
+        print_problems(error)
+        return 2
+    return 0
 
 
 @contextlib.contextmanager
