@@ -5,8 +5,8 @@ from typing import Any
 
 from megatron.base.config import Config, choice_problems, flag, minimum_problems, range_problems
 
-# The choices that change what given weights compute. Dropout, the spread of initial weights, the padding of the
-# vocabulary and the chunks of the loss do not.
+# The choices that change what given weights compute. Dropout, the kernel of attention, the spread of initial weights,
+# the padding of the vocabulary and the chunks of the loss do not.
 _SIGNATURE = (
     "num_layers",
     "hidden_size",
@@ -40,6 +40,12 @@ class TransformerConfig(Config):
         choices=("pre", "post"),
     )
     activation: str = flag("gelu_tanh", "GELU by its tanh approximation or exactly", choices=("gelu_tanh", "gelu_erf"))
+    attention_backend: str = flag(
+        "fused",
+        "fused: PyTorch's kernel, which keeps no s x s matrix; unfused: the matrix written out, 16 bits wide in training "
+        "with 16 bits",
+        choices=("fused", "unfused"),
+    )
     attention_dropout: float = flag(0.1, "probability of dropping an attention weight")
     hidden_dropout: float = flag(0.1, "probability of dropping a hidden value, before each residual addition")
     init_method_std: float = flag(0.02, "standard deviation of the initial weights")

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.model.dropout import dropout
+
 
 def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, p: float, training: bool) -> Tensor:
     """`residual + dropout(x + bias)`.
@@ -13,10 +15,11 @@ def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, p: float, traini
         x: [..., h], the output of a row-parallel layer after its all-reduce.
         bias: [h].
         residual: [..., h].
-        p: the probability of dropping a value, from the default generator, which is equal on the tensor ranks.
+        p: the probability of dropping a value, from the default generator, which is equal on the tensor ranks,
+            unless the caller lends it another stream.
         training: drop nothing when false.
     """
-    return residual + F.dropout(x + bias, p, training)
+    return residual + dropout(x + bias, p, training)
 
 
 def bias_gelu_tanh(x: Tensor, bias: Tensor) -> Tensor:

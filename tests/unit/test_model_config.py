@@ -48,6 +48,7 @@ def test_sizes_that_are_given_win() -> None:
         ("hidden_dropout", -0.1, "--hidden-dropout -0.1"),
         ("norm_position", "middle", "--norm-position middle"),
         ("activation", "relu", "--activation relu"),
+        ("attention_backend", "flash", "--attention-backend flash"),
     ],
 )
 def test_a_bad_value_is_one_complaint_that_names_its_flag(name: str, value: Any, flag: str) -> None:
@@ -103,6 +104,7 @@ CHANGED: dict[str, Any] = {
 }
 UNCHANGED: dict[str, Any] = {
     "make_vocab_size_divisible_by": 64,
+    "attention_backend": "unfused",
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
     "init_method_std": 0.01,

@@ -1,0 +1,45 @@
+"""Two ways to compute attention from queries, keys and values: PyTorch's kernel, and the s x s matrix written out."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.model.dropout import dropout
+
+
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, p: float) -> Tensor:
+    """[b, n, s, d] each -> [b, n, s, d] by PyTorch's kernel, which keeps no s x s matrix.
+
+    `p` is the probability of dropping a weight. The kernel for CPUs has no dropout, and what PyTorch takes in its place
+    keeps several s x s matrices in float32: with dropout the unfused form is used there.
+    """
+    if p > 0 and query.device.type == "cpu":
+        return unfused_attention(query, key, value, causal=causal, p=p)
+    return F.scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=causal)
+
+
+def unfused_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, p: float) -> Tensor:
+    """[b, n, s, d] each -> [b, n, s, d] with the weights [b n, s, s] written out.
+
+    Kept for the backward pass of each weight in 16 bits: two bytes of the softmax and, with dropout, two of what is
+    left of it and one of the mask (arXiv:2205.05198, section 4.1). PyTorch's softmax sums up 16-bit numbers in float32.
+    """
+    queries, keys, values = (part.flatten(0, 1) for part in (query, key, value))  # [b n, s, d]
+    scale = 1 / math.sqrt(query.size(-1))
+    scores = torch.baddbmm(queries.new_zeros(()), queries, keys.mT, beta=0, alpha=scale)  # [b n, s, s]
+    if causal:
+        hide_future(scores)
+    weights = dropout(scores.softmax(-1), p, training=True)
+    return torch.bmm(weights, values).unflatten(0, query.shape[:2])
+
+
+def hide_future(scores: Tensor) -> None:
+    """Set the scores [..., s, s] of all that comes after a position to minus infinity, in place.
+
+    Autograd is not told, and so keeps no mask: the weight of such a score is 0, and with it what the backward pass of
+    softmax gives, exactly.
+    """
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+    scores.detach().masked_fill_(future, -math.inf)
