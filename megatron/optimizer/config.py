@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from megatron.base.apex import apex_problems
 from megatron.base.config import Config, choice_problems, flag, minimum_problems, range_problems
 
 
@@ -33,3 +34,7 @@ class OptimizerConfig(Config):
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             found.append("--overlap-param-gather: it needs --use-distributed-optimizer, without it nothing is gathered")
         return found
+
+    def input_problems(self) -> list[str]:
+        """Whether the package called apex, if there is one, is NVIDIA's."""
+        return apex_problems()

@@ -1,0 +1,58 @@
+"""NVIDIA's apex, where it is installed: told from the unrelated package of the same name, and loaded piece by piece."""
+
+import importlib
+import importlib.util
+import logging
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron.base.complaints import raise_joined
+
+_logger = logging.getLogger(__name__)
+
+# A file that NVIDIA's apex has had in every version; the package that `pip install apex` fetches has nothing like it.
+_MARK = Path("optimizers", "fused_adam.py")
+
+
+def apex_kind() -> Literal["none", "nvidia", "unrelated"]:
+    """Whose the package is that `import apex` would find; told by its files, nothing of it is run."""
+    spec = importlib.util.find_spec("apex")
+    if spec is None or spec.origin is None:  # a folder without __init__.py, such as a clone, is no package
+        return "none"
+    places = spec.submodule_search_locations or []
+    return "nvidia" if any((Path(place) / _MARK).is_file() for place in places) else "unrelated"
+
+
+def apex_problems() -> list[str]:
+    """A sentence where the package called apex is not NVIDIA's."""
+    if apex_kind() != "unrelated":
+        return []
+    return [
+        "the installed package apex is not NVIDIA's but another of that name, which `pip install apex` fetches: remove "
+        "it by `pip uninstall apex`, and where fused GPU kernels are wanted build https://github.com/NVIDIA/apex"
+    ]
+
+
+def refuse_unrelated_apex() -> None:
+    """Raise `ConfigError` where the package called apex is not NVIDIA's."""
+    raise_joined(apex_problems())
+
+
+def load_from_apex(module: str, name: str) -> Any | None:
+    """`apex.MODULE.NAME`; None where there is no apex, or, with a warning, where NVIDIA's cannot be imported.
+
+    Raises `ConfigError` where the package called apex is not NVIDIA's.
+    """
+    refuse_unrelated_apex()
+    if apex_kind() == "none":
+        return None
+    try:
+        return getattr(importlib.import_module(f"apex.{module}"), name)
+    except Exception as error:  # whatever a package built for another PyTorch or device may raise
+        report_unusable(module, name, error)
+        return None
+
+
+def report_unusable(module: str, name: str, reason: object) -> None:
+    """Warn that a part of apex is there and does not work, and that PyTorch's own takes its place."""
+    _logger.warning("apex.%s.%s does not work here (%s); PyTorch's own is used instead", module, name, reason)
