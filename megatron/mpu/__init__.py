@@ -5,9 +5,13 @@ Names are Megatron-LM 2.5's (1.0's old ones come from `legacy`), beside our own.
 """
 
 from megatron.mpu.collectives import (
+    Pending,
     all_gather_first_dim,
     all_reduce,
     reduce_scatter_first_dim,
+    start_all_gather_first_dim,
+    start_all_reduce,
+    start_reduce_scatter_first_dim,
 )
 from megatron.mpu.cross_entropy import (
     vocab_parallel_cross_entropy,
@@ -69,6 +73,9 @@ from megatron.mpu.legacy import (
     set_model_parallel_rank,
     set_model_parallel_world_size,
 )
+from megatron.mpu.linear import (
+    parallel_linear,
+)
 from megatron.mpu.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -128,6 +135,7 @@ __all__ = [
     "ColumnParallelLinear",
     "Coordinates",
     "GroupInfo",
+    "Pending",
     "Piece",
     "RngTracker",
     "RowParallelLinear",
@@ -185,6 +193,7 @@ __all__ = [
     "model_parallel_cuda_manual_seed",
     "model_parallel_is_initialized",
     "model_parallel_manual_seed",
+    "parallel_linear",
     "param_is_not_tensor_parallel_duplicate",
     "parameter_shardings",
     "reduce_from_model_parallel_region",
@@ -210,6 +219,9 @@ __all__ = [
     "set_virtual_pipeline_model_parallel_rank",
     "split_tensor_along_last_dim",
     "split_tensor_into_1d_equal_chunks",
+    "start_all_gather_first_dim",
+    "start_all_reduce",
+    "start_reduce_scatter_first_dim",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
 ]

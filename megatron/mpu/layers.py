@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.mpu.initialize import Group, GroupInfo, resolve_group
+from megatron.mpu.linear import parallel_linear
 from megatron.mpu.mappings import (
-    copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
 from megatron.mpu.random import PARAMETER_STREAM, get_rng_tracker
@@ -31,6 +32,7 @@ class _ParallelLayer(nn.Module):
     """
 
     weight: nn.Parameter
+    sequence_parallel: bool
 
     def __init__(self, group: Group) -> None:
         super().__init__()
@@ -50,6 +52,12 @@ class _ParallelLayer(nn.Module):
             raise ValueError(f"{type(self).__name__}: {what} {size} is not divisible by {by}")
         return size // self.group.size
 
+    def _summed(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of `x`, which is nobody else's, over the ranks: all of it, or this rank's shard of the sequence."""
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(x, self.group)
+        return reduce_from_tensor_model_parallel_region(x, self.group, in_place=True)
+
     def _add(
         self,
         name: str,
@@ -58,13 +66,14 @@ class _ParallelLayer(nn.Module):
         split_dim: int | None,
         fill: Initializer,
         stride: int = 1,
+        partial_gradient: bool = False,
         **where: Any,
     ) -> None:
         """Register an empty parameter of shape `local`, saying where in the whole it belongs and how that is filled."""
         size = self.group.size if split_dim is not None else 1
         offset = 0 if split_dim is None else self.group.rank * (local[split_dim] // stride)
         self.register_parameter(name, nn.Parameter(torch.empty(local, **where)))
-        self.sharding[name] = Sharding(name, whole, split_dim, offset, stride, size)
+        self.sharding[name] = Sharding(name, whole, split_dim, offset, stride, size, partial_gradient)
         self.initializers[name] = fill
 
     def _fill(self) -> dict[str, torch.Tensor]:
@@ -88,7 +97,9 @@ class _ParallelLayer(nn.Module):
 class ColumnParallelLinear(_ParallelLayer):
     """`y = x A^T + b` with the rows of A (its output) cut over the ranks: weight `[output/t, input]`.
 
-    Forward nothing (all-gather with `gather_output`), backward all-reduce of the input's gradient.
+    Forward nothing (all-gather with `gather_output`), backward all-reduce of the input's gradient, while the weight's
+    is computed. With `sequence_parallel` forward all-gather of the input, backward the same again and reduce-scatter of
+    the input's gradient. What becomes of the weight's gradient is said at `parallel_linear`.
 
     Args:
         input_size, output_size: of the whole matrix.
@@ -98,11 +109,13 @@ class ColumnParallelLinear(_ParallelLayer):
         stride: for a matrix of several fused ones: it is cut in `stride * t` chunks, of which a rank takes every t-th.
         keep_master_weight_for_test: keep the whole float32 matrix as `master_weight`.
         skip_bias_add: leave the bias to the caller (who may fuse it), as second result.
+        sequence_parallel: the input is this rank's shard of the first dimension, `[s/t, ..., input]`.
         group: the ranks; None is the current tensor group.
         dtype, device: of the parameters; PyTorch's defaults where None. On "meta" nothing is drawn.
 
     Raises:
-        ValueError: a size or the stride is below 1, or `output_size` is not divisible by the ranks (times the stride).
+        ValueError: a size or the stride is below 1, `output_size` is not divisible by the ranks (times the stride), or
+            `sequence_parallel` together with `gather_output`: ranks that have all of the output are to share it out.
     """
 
     bias: nn.Parameter | None
@@ -118,6 +131,7 @@ class ColumnParallelLinear(_ParallelLayer):
         keep_master_weight_for_test: bool = False,
         skip_bias_add: bool = False,
         *,
+        sequence_parallel: bool = False,
         group: Group = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -125,7 +139,10 @@ class ColumnParallelLinear(_ParallelLayer):
         super().__init__(group)
         self._check_positive(input_size=input_size, output_size=output_size, stride=stride)
         self.input_size, self.output_size = input_size, output_size
+        if sequence_parallel and gather_output:
+            raise ValueError(f"{type(self).__name__}: gather_output True: with sequence_parallel it must be False")
         self.gather_output, self.skip_bias_add, self.stride = gather_output, skip_bias_add, stride
+        self.sequence_parallel = sequence_parallel
         self.output_size_per_partition = part = self._part("output_size", output_size, stride)
         where: dict[str, Any] = {"dtype": dtype, "device": device}
         self._add("weight", (part, input_size), (output_size, input_size), 0, init_method, stride, **where)
@@ -137,9 +154,12 @@ class ColumnParallelLinear(_ParallelLayer):
         self.master_weight = wholes.get("weight") if keep_master_weight_for_test else None
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`[..., input]` -> (`[..., output/t]`, or `[..., output]` with `gather_output`; bias if skipped)."""
-        x = copy_to_tensor_model_parallel_region(input_, self.group, owns_gradient=True)
-        output = F.linear(x, self.weight, None if self.skip_bias_add else self.bias)
+        """`[..., input]` -> (`[..., output/t]`, or `[..., output]` with `gather_output`; bias if skipped).
+
+        With `sequence_parallel` `[s/t, ..., input]` -> `[s, ..., output/t]`.
+        """
+        bias = None if self.skip_bias_add else self.bias
+        output = parallel_linear(input_, self.weight, bias, group=self.group, sequence_parallel=self.sequence_parallel)
         output_bias: torch.Tensor | None = self.bias if self.skip_bias_add else None
         if self.gather_output:
             output = self._gathered(output)
@@ -157,11 +177,13 @@ class ColumnParallelLinear(_ParallelLayer):
 class RowParallelLinear(_ParallelLayer):
     """`y = x A^T + b` with the columns of A (its input) cut over the ranks: weight `[output, input/t]`.
 
-    Forward all-reduce, backward nothing (all-gather of the input's gradient where the input is scattered here). The
-    bias is replicated and added after the all-reduce.
+    Forward all-reduce, backward nothing (all-gather of the input's gradient where the input is scattered here). With
+    `sequence_parallel` forward reduce-scatter, backward all-gather. The bias is replicated and added after that; with
+    `sequence_parallel` its gradient is one of a shard of the sequence, as its sharding says (`partial_gradient`).
 
     Args:
         input_is_parallel: the input is this rank's columns already; else it is whole and split here.
+        sequence_parallel: the output is this rank's shard of the first dimension, `[s/t, ..., output]`.
         The others as in `ColumnParallelLinear`.
 
     Raises:
@@ -181,6 +203,7 @@ class RowParallelLinear(_ParallelLayer):
         keep_master_weight_for_test: bool = False,
         skip_bias_add: bool = False,
         *,
+        sequence_parallel: bool = False,
         group: Group = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -189,22 +212,27 @@ class RowParallelLinear(_ParallelLayer):
         self._check_positive(input_size=input_size, output_size=output_size, stride=stride)
         self.input_size, self.output_size = input_size, output_size
         self.input_is_parallel, self.skip_bias_add, self.stride = input_is_parallel, skip_bias_add, stride
+        self.sequence_parallel = sequence_parallel
         self.input_size_per_partition = part = self._part("input_size", input_size, stride)
         where: dict[str, Any] = {"dtype": dtype, "device": device}
         self._add("weight", (output_size, part), (output_size, input_size), 1, init_method, stride, **where)
         if bias:
-            self._add("bias", (output_size,), (output_size,), None, nn.init.zeros_, **where)
+            whole = (output_size,)
+            self._add("bias", whole, whole, None, nn.init.zeros_, partial_gradient=sequence_parallel, **where)
         else:
             self.register_parameter("bias", None)
         wholes = self._fill()
         self.master_weight = wholes.get("weight") if keep_master_weight_for_test else None
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`[..., input/t]`, or `[..., input]` unless `input_is_parallel` -> (`[..., output]`, bias if skipped)."""
+        """`[..., input/t]`, or `[..., input]` unless `input_is_parallel` -> (`[..., output]`, bias if skipped).
+
+        With `sequence_parallel` -> `[s/t, ..., output]`; ValueError where s is not divisible by the ranks.
+        """
         x = input_
         if not self.input_is_parallel:
             x = scatter_to_tensor_model_parallel_region(x, self.group, stride=self.stride)
-        output = reduce_from_tensor_model_parallel_region(F.linear(x, self.weight), self.group, in_place=True)
+        output = self._summed(parallel_linear(x, self.weight, group=self.group, reduce_gradient=False))
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias.to(output.dtype), None
@@ -219,7 +247,7 @@ class RowParallelLinear(_ParallelLayer):
 class VocabParallelEmbedding(_ParallelLayer):
     """Word embeddings with the vocabulary cut over the ranks: weight `[vocab/t, dim]`.
 
-    Forward all-reduce, backward nothing.
+    Forward all-reduce, backward nothing; with `sequence_parallel` forward reduce-scatter, backward all-gather.
 
     Args:
         num_embeddings: rows in all, padding included.
@@ -227,12 +255,14 @@ class VocabParallelEmbedding(_ParallelLayer):
         init_method: fills the matrix of real rows `[real_num_embeddings, dim]` in place.
         real_num_embeddings: rows at or above it are padding: zeros, and outside of the sharding's global shape. None:
             all are real.
+        sequence_parallel: the output is this rank's shard of the first dimension, `[s/t, ..., dim]`.
         group, dtype, device: as in `ColumnParallelLinear`.
 
     Raises:
         ValueError: a size is below 1, `num_embeddings` is not divisible by the ranks or below `real_num_embeddings`.
             In `forward` for ids that are no integers and, on a CPU, for an id outside the real rows; on CUDA such an id
-            stops the lookup with a device-side assertion, since looking at it on the host would make it wait.
+            stops the lookup with a device-side assertion, since looking at it on the host would make it wait. With
+            `sequence_parallel` also where s is not divisible by the ranks.
     """
 
     def __init__(
@@ -242,6 +272,7 @@ class VocabParallelEmbedding(_ParallelLayer):
         init_method: Initializer = nn.init.xavier_normal_,
         *,
         real_num_embeddings: int | None = None,
+        sequence_parallel: bool = False,
         group: Group = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -252,6 +283,7 @@ class VocabParallelEmbedding(_ParallelLayer):
         if not 0 < real <= num_embeddings:
             raise ValueError(f"real_num_embeddings {real}: it must be at least 1 and at most {num_embeddings}")
         self.num_embeddings, self.embedding_dim, self.real_num_embeddings = num_embeddings, embedding_dim, real
+        self.sequence_parallel = sequence_parallel
         self.num_embeddings_per_partition = part = self._part("num_embeddings", num_embeddings)
         self.vocab_start_index, self.vocab_end_index = VocabUtility.vocab_range_from_per_partition_vocab_size(
             part, self.group.rank, self.group.size
@@ -260,7 +292,7 @@ class VocabParallelEmbedding(_ParallelLayer):
         self._fill()
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Ids `[...]` -> `[..., dim]`."""
+        """Ids `[...]` -> `[..., dim]`; with `sequence_parallel` `[s, ...]` -> `[s/t, ..., dim]`."""
         check_id_dtype(input_, "token id")
         ids = input_.long()
         check_ids(ids, self.real_num_embeddings, 0, "token id")
@@ -271,7 +303,7 @@ class VocabParallelEmbedding(_ParallelLayer):
         if self.group.size == 1:
             return output
         output = output.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return reduce_from_tensor_model_parallel_region(output, self.group, in_place=True)
+        return self._summed(output)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, ranks={self.group.size}, real={self.real_num_embeddings}"

@@ -34,6 +34,8 @@ class Sharding:
         offset: where this rank's part (its first chunk, with a stride) begins along `split_dim`.
         stride: the whole is cut into `stride * partitions` chunks; a rank has `stride` of them, `partitions` apart.
         partitions: number of ranks that the tensor is cut over.
+        partial_gradient: of a parameter that is not cut: it works on each rank's shard of the sequence, so that the
+            gradients of the ranks are terms of a sum; else they are equal.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Sharding:
     offset: int
     stride: int = 1
     partitions: int = 1
+    partial_gradient: bool = False
 
     def pieces(self, local_shape: tuple[int, ...]) -> list[Piece]:
         """The rectangles of the global tensor that a local tensor of `local_shape` holds.
