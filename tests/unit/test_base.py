@@ -79,7 +79,7 @@ def test_flops_of_recomputation_are_those_of_the_layers_recomputed(
 
 
 def test_published_iterations_at_the_published_rates() -> None:
-    """8.3B takes 2.42 s at 15.1 PFLOP/s, and a batch of 8 of 1.16B in 1121 ms is 71.9 TFLOP/s, all layers recomputed."""
+    """8.3B takes 2.42 s at 15.1 PFLOP/s, a batch of 8 of 1.16B in 1121 ms is 71.9 TFLOP/s: all layers recomputed."""
     whole = hardware_flops(512, 1024, 72, 3072, 51_200, recompute_granularity="full")
     assert f"{whole / 15.1e15:.2f}" == "2.42"
     small_model = hardware_flops(8, 1024, 24, 1920, 51_200, recompute_granularity="full")
