@@ -19,7 +19,7 @@ class Invalid:
 class ComposedConfig:
     """A dataclass whose fields are configs, one section for each room that reads it."""
 
-    # Flags accepted and ignored, so that old scripts start: name without dashes -> why.
+    # Flags accepted and ignored, so that old scripts start: name without dashes, and VALUE where one follows -> why.
     ignored_flags: ClassVar[Mapping[str, str]] = {}
     # Flags that users know from elsewhere and that are refused with a sentence of their own: names without dashes.
     unsupported_flags: ClassVar[frozenset[str]] = frozenset()

@@ -202,8 +202,10 @@ def _parser_of(composed: type[ComposedConfig], prog: str | None) -> Parser:
     )
     for config_class in section_types(composed).values():
         add_config_flags(parser, config_class)
-    for name, reason in composed.ignored_flags.items():
-        parser.add_argument("--" + name, action="store_true", help=f"accepted and ignored: {reason}")
+    for words, reason in composed.ignored_flags.items():
+        name, *value = words.split()
+        kind: dict[str, Any] = {"metavar": value[0]} if value else {"action": "store_true"}
+        parser.add_argument("--" + name, default=argparse.SUPPRESS, help=f"accepted and ignored: {reason}", **kind)
     # torch.distributed.launch passes it; the environment says the same.
     parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)
     return parser
@@ -231,6 +233,16 @@ def _with_config_file(words: list[str]) -> list[str]:
     return words if path is None else flags_from_yaml(path) + words
 
 
+def _tell_ignored(composed: type[ComposedConfig], namespace: argparse.Namespace) -> None:
+    """A line on the first rank of each node for every flag that was given and does nothing."""
+    if int(os.environ.get("LOCAL_RANK", "0")) != 0:
+        return
+    for words, reason in composed.ignored_flags.items():
+        name = words.split()[0]
+        if name.replace("-", "_") in vars(namespace):
+            print(f"--{name} is ignored: {reason}", flush=True)
+
+
 def parse_composed(
     composed: type[Composed],
     argv: Sequence[str] | None = None,
@@ -248,9 +260,7 @@ def parse_composed(
     parser = _parser_of(composed, prog)
     words = _negative_values_attached(sys.argv[1:] if argv is None else argv)
     namespace, extras = parser.parse_known_args(_with_config_file(words))
-    for name, reason in composed.ignored_flags.items():
-        if vars(namespace)[name.replace("-", "_")]:
-            print(f"--{name} is ignored: {reason}", flush=True)
+    _tell_ignored(composed, namespace)
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
     problems = unknown_flag_problems(extras, parser, composed.unsupported_flags)
     return compose(composed, _field_values(namespace), ranks, problems, check_inputs)
