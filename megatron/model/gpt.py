@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron import mpu
@@ -12,6 +11,7 @@ from megatron.model.documents import as_document_lengths
 from megatron.model.embedding import Embedding
 from megatron.model.init import initialize_parameters
 from megatron.model.placement import Placement
+from megatron.model.recompute import RecomputeConfig
 from megatron.model.transformer import Transformer
 from megatron.mpu.initialize import Group
 
@@ -20,13 +20,18 @@ class GPTModel(nn.Module):
     """A causal language model with learned positions and tied output embedding, split over the tensor group.
 
     Forward 2 l + 1 all-reduces (two a layer, one for the embedding) and the small ones of the loss; backward 2 l + 1
-    (two a layer, one for the output projection).
+    (two a layer, one for the output projection). With sequence parallelism forward 2 l + 1 all-gathers (the last for
+    the output projection) and 2 l + 1 reduce-scatters (the first of the embedding), backward 4 l + 2 and 2 l + 1.
 
     Args:
         config: the sizes and choices.
         vocab_size: number of real token ids; the embedding is padded after them.
         group: the tensor group; the current one by default.
         dtype, device: of the parameters; on "meta" nothing is drawn (`build_gpt` fills them).
+        sequence_parallel: between the split matrices each tensor rank has s/t tokens of each sample
+            (arXiv:2205.05198); parameters that work there have only a term of their gradient (`partial_gradient` of
+            their sharding), which the caller has to sum over the group.
+        recompute: what is computed again in the backward pass; nothing by default.
 
     Raises ValueError naming each size that is wrong or does not divide over the group.
     """
@@ -39,6 +44,8 @@ class GPTModel(nn.Module):
         group: Group = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        sequence_parallel: bool = False,
+        recompute: RecomputeConfig | None = None,
     ) -> None:
         super().__init__()
         if vocab_size < 1:
@@ -46,9 +53,15 @@ class GPTModel(nn.Module):
         self.config = config
         self.vocab_size = vocab_size
         self.group = mpu.resolve_group(group)
-        where: Placement = {"group": self.group, "dtype": dtype, "device": device}
+        self.sequence_parallel = sequence_parallel and self.group.size > 1
+        where: Placement = {
+            "group": self.group,
+            "dtype": dtype,
+            "device": device,
+            "sequence_parallel": self.sequence_parallel,
+        }
         self.embedding = Embedding(config, vocab_size, **where)
-        self.transformer = Transformer(config, causal=True, **where)
+        self.transformer = Transformer(config, causal=True, recompute=recompute, **where)
 
     def forward(
         self,
@@ -73,18 +86,23 @@ class GPTModel(nn.Module):
             embedding are; `gather_logits` gives those of the real vocabulary.
 
         Raises ValueError for ids out of their range (on a CPU; on an accelerator the lookup fails there), shapes that
-        differ, and a sequence longer than `--max-position-embeddings`.
+        differ, a sequence longer than `--max-position-embeddings`, and one that sequence parallelism cannot divide.
         """
         _check_shapes(tokens, position_ids=position_ids, labels=labels)
         documents = as_document_lengths(document_lengths, tokens)
-        hidden = self.transformer(self.embedding(tokens, position_ids), documents)  # [s, b, h]
-        hidden = mpu.copy_to_tensor_model_parallel_region(hidden, self.group, owns_gradient=True)
-        if labels is None:
-            return F.linear(hidden, self.embedding.word_embeddings.weight).transpose(0, 1)  # [b, s, v/t]
-        return self.loss(hidden, labels)
+        hidden = self.transformer(self.embedding(tokens, position_ids), documents)  # [s, b, h] or [s/t, b, h]
+        return self.logits(hidden) if labels is None else self.loss(hidden, labels)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """This rank's logits [b, s, v/t] of the last hidden states [s, b, h] or [s/t, b, h]."""
+        weight = self.embedding.word_embeddings.weight
+        logits = mpu.parallel_linear(
+            hidden, weight, group=self.group, sequence_parallel=self.sequence_parallel
+        )  # [s, b, v/t]
+        return logits.transpose(0, 1)
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Cross entropy [b, s] of `labels` [b, s] from the last hidden states [s, b, h], copied to the region."""
+        """Cross entropy [b, s] of `labels` [b, s] from the last hidden states [s, b, h] or [s/t, b, h]."""
         losses = mpu.vocab_parallel_linear_cross_entropy(
             hidden.flatten(0, 1),
             self.embedding.word_embeddings.weight,
@@ -92,8 +110,15 @@ class GPTModel(nn.Module):
             chunk_size=self.config.cross_entropy_chunk_size,
             vocab_size=self.vocab_size,
             group=self.group,
+            sequence_parallel=self.sequence_parallel,
         )  # [s * b]
-        return losses.unflatten(0, hidden.shape[:2]).t()
+        return losses.view(labels.t().shape).t()
+
+    def tied_parameters(self) -> list[str]:
+        """Names of the parameters that are used at both ends of the model, and so are ready last in the backward pass.
+
+        Their gradients are reduced by themselves."""
+        return ["embedding.word_embeddings.weight"]
 
     def signature(self) -> dict[str, Any]:
         """What must be equal for weights to mean the same: kept in a checkpoint and compared when it is loaded."""
@@ -125,8 +150,18 @@ def build_gpt(
     dtype: torch.dtype,
     device: torch.device | str,
     group: Group = None,
+    sequence_parallel: bool = False,
+    recompute: RecomputeConfig | None = None,
 ) -> GPTModel:
     """A `GPTModel` with initial weights that depend on `seed` alone, not on the layout."""
-    model = GPTModel(config, vocab_size, group=group, dtype=dtype, device="meta")
+    model = GPTModel(
+        config,
+        vocab_size,
+        group=group,
+        dtype=dtype,
+        device="meta",
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+    )
     initialize_parameters(model, seed, dtype, device)
     return model

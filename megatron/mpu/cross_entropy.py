@@ -13,15 +13,20 @@ import torch.nn.functional as F
 
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.initialize import Group, GroupInfo, resolve_group
+from megatron.mpu.linear import Entrance, add_product, autocast_dtype, main_grad, parallel_linear
 from megatron.mpu.mappings import apply, backward_once
 from megatron.mpu.utils import check_id_dtype, check_ids, local_rows
 
 _NO_TARGET = -1  # all negative targets mean the same
 
 
+def _wide_dtype(x: torch.Tensor) -> torch.dtype:
+    """float32, or float64 where `x` is that already."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """`x` in float32, or float64 where it is that already."""
-    return x if x.dtype == torch.float64 else x.float()
+    return x.to(_wide_dtype(x))
 
 
 class _Columns:
@@ -102,15 +107,24 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """forward two all-reduces, backward nothing. Logits exist for one chunk of tokens at a time, in both passes."""
+    """forward two all-reduces, backward one of the input's gradient; with sequence parallelism forward an all-gather as
+    well, backward the same and a reduce-scatter. Logits exist for one chunk of tokens at a time, in both passes."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, columns: _Columns, chunk: int, info: GroupInfo
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        columns: _Columns,
+        chunk: int,
+        dtype: torch.dtype,
+        entrance: Entrance,
     ) -> torch.Tensor:
-        parts = [_local_sums(F.linear(hidden[at], weight), columns, at) for at in _chunks(hidden, chunk)]
-        loss, norms = _combine(torch.cat(parts, dim=-1), columns, info)
-        ctx.columns, ctx.chunk = columns, chunk
+        whole, matrix = entrance.gather(hidden), weight.to(dtype)
+        parts = [_local_sums(F.linear(whole[at], matrix), columns, at) for at in _chunks(whole, chunk)]
+        loss, norms = _combine(torch.cat(parts, dim=-1), columns, entrance.info)
+        ctx.columns, ctx.chunk, ctx.dtype, ctx.entrance = columns, chunk, dtype, entrance
+        ctx.weight = weight  # itself, for its `main_grad`
         ctx.save_for_backward(hidden, weight, norms)
         return loss
 
@@ -118,27 +132,51 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @backward_once
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, norms = ctx.saved_tensors
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_weight = torch.zeros_like(_wide(weight)) if wants_weight else None
-        for at in _chunks(hidden, ctx.chunk):
-            grad = _logits_gradient(F.linear(hidden[at], weight), norms, ctx.columns, grad_loss, at)
+        whole, matrix = ctx.entrance.gather(hidden), weight.to(ctx.dtype)
+        grad_hidden = whole.new_empty(whole.shape) if ctx.needs_input_grad[0] else None
+        total = _running_total(ctx.weight) if ctx.needs_input_grad[1] else None
+        summed = None
+        for at in _chunks(whole, ctx.chunk):
+            grad = _logits_gradient(F.linear(whole[at], matrix), norms, ctx.columns, grad_loss, at)
             if grad_hidden is not None:
-                grad_hidden[at] = grad @ weight
-            if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[at]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+                grad_hidden[at] = grad @ matrix
+                if at.stop >= whole.size(0):  # the last: the sum runs beside the product that follows
+                    summed = ctx.entrance.start_sum(grad_hidden)
+            if total is not None:
+                add_product(total, grad.t(), whole[at])
+        grad_weight = None if total is None else _settled(ctx.weight, total)
+        return None if summed is None else summed.wait(), grad_weight, None, None, None, None
+
+
+def _running_total(weight: torch.Tensor) -> torch.Tensor:
+    """Where the weight's gradient is summed up over the chunks: in its `main_grad` if that is wide, else in zeros."""
+    home = main_grad(weight)
+    if home is not None and home.dtype == _wide_dtype(home):
+        return home
+    return weight.new_zeros(weight.shape, dtype=_wide_dtype(weight))
+
+
+def _settled(weight: torch.Tensor, total: torch.Tensor) -> torch.Tensor | None:
+    """The gradient for autograd, or None where it is in `main_grad`, to which it is added here if it was not there."""
+    home = main_grad(weight)
+    if home is None:
+        return total.to(weight.dtype)
+    if home is not total:
+        home.add_(total)
+    return None
 
 
 def _chunks(hidden: torch.Tensor, chunk: int) -> list[slice]:
     return [slice(start, start + chunk) for start in range(0, hidden.size(0), chunk)]
 
 
-def _check_target(target: torch.Tensor, x: torch.Tensor) -> None:
-    if target.shape != x.shape[:-1]:
+def _check_target(target: torch.Tensor, x: torch.Tensor, shards: int = 1) -> None:
+    """ValueError unless there is a target for each token of `x`, or of that many shards of which `x` is one."""
+    expected = (x.size(0) * shards, *x.shape[1:-1]) if x.dim() > 1 else ()
+    if target.shape != expected:
         raise ValueError(
-            f"target of shape {tuple(target.shape)}: with an input of shape {tuple(x.shape)} it must be "
-            f"{tuple(x.shape[:-1])}"
+            f"target of shape {tuple(target.shape)}: with an input of shape {tuple(x.shape)}"
+            f"{f' on each of {shards} ranks' if shards > 1 else ''} it must be {expected}"
         )
 
 
@@ -181,32 +219,37 @@ def vocab_parallel_linear_cross_entropy(
     chunk_size: int | None = None,
     vocab_size: int | None = None,
     group: Group = None,
+    sequence_parallel: bool = False,
 ) -> torch.Tensor:
     """`vocab_parallel_cross_entropy` of the logits `hidden @ weight.T`, `chunk_size` tokens at a time; `[tokens]`.
 
-    Forward two small all-reduces for all chunks together, backward nothing: `hidden` is to have passed
-    `copy_to_tensor_model_parallel_region`, whose backward sums its gradient over the ranks. With chunks the logits are
-    computed again in the backward pass and those of all tokens never exist; without (`chunk_size` None, or not below
-    the number of tokens) they are kept.
+    Forward two small all-reduces for all chunks together, backward one of the gradient of `hidden`, which is summed
+    over the ranks here: no `copy_to_tensor_model_parallel_region` before it. With `sequence_parallel` forward an
+    all-gather as well, backward all-gather and reduce-scatter. With chunks the logits are computed again in the
+    backward pass and those of all tokens never exist; without (`chunk_size` None, or not below the number of tokens)
+    they are kept. What becomes of the weight's gradient is said at `parallel_linear`.
 
     Args:
-        hidden: `[tokens, h]`, the same on every tensor rank.
+        hidden: `[tokens, h]`, the same on every tensor rank; with `sequence_parallel` this rank's `[tokens/t, h]`.
         weight: `[v/t, h]`, this rank's rows.
-        target, vocab_size: as in `vocab_parallel_cross_entropy`.
+        target: `[tokens]`, the same on every rank.
+        target, vocab_size: further as in `vocab_parallel_cross_entropy`.
 
     Raises:
         ValueError: as there, a `chunk_size` below 1, and shapes that do not fit.
     """
+    info = resolve_group(group)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size {chunk_size}: it must be at least 1")
     if hidden.dim() != 2:
         raise ValueError(f"hidden of shape {tuple(hidden.shape)}: it must be [tokens, h]")
-    _check_target(target, hidden)
-    if chunk_size is None or chunk_size >= hidden.size(0):
-        return vocab_parallel_cross_entropy(F.linear(hidden, weight), target, vocab_size=vocab_size, group=group)
-    info = resolve_group(group)
-    if torch.is_autocast_enabled(hidden.device.type):  # which does not reach into the backward pass
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    _check_target(target, hidden, info.size if sequence_parallel else 1)
+    if chunk_size is None or chunk_size >= target.size(0):
+        logits = parallel_linear(hidden, weight, group=info, sequence_parallel=sequence_parallel)
+        return vocab_parallel_cross_entropy(logits, target, vocab_size=vocab_size, group=info)
+    dtype = autocast_dtype(hidden)
+    if dtype is not None:
+        hidden = hidden.to(dtype)
     columns = _Columns(target, weight.size(0), vocab_size, info)
-    return apply(_LinearCrossEntropy, hidden, weight, columns, chunk_size, info)
+    entrance = Entrance(info, sequence_parallel)
+    return apply(_LinearCrossEntropy, hidden, weight, columns, chunk_size, dtype or weight.dtype, entrance)

@@ -28,12 +28,12 @@ class LanguageModel(nn.Module):
         """Ids [tokens] -> loss of each [tokens]."""
         hidden = self.embedding(tokens)  # [tokens, h]
         hidden = hidden + self.down(F.gelu(self.up(hidden)[0]))[0]
-        hidden = mpu.copy_to_tensor_model_parallel_region(hidden)
         if chunk_size is not None:
             return mpu.vocab_parallel_linear_cross_entropy(
                 hidden, self.embedding.weight, labels, chunk_size=chunk_size, vocab_size=VOCAB
             )
-        return mpu.vocab_parallel_cross_entropy(F.linear(hidden, self.embedding.weight), labels, vocab_size=VOCAB)
+        logits = mpu.parallel_linear(hidden, self.embedding.weight)
+        return mpu.vocab_parallel_cross_entropy(logits, labels, vocab_size=VOCAB)
 
 
 def serial_loss(weights: dict[str, Tensor], tokens: Tensor, labels: Tensor) -> Tensor:
