@@ -1,17 +1,19 @@
-"""Optimizer room: gradient buffers and their reduction, the global norm, clipping, AdamW, learning-rate schedules."""
+"""Optimizer room: gradient buckets and their reduction, the global norm, clipping, mixed precision, AdamW and SGD,
+the sharded optimizer, learning-rate schedules."""
 
+from megatron.optimizer.buckets import main_gradient
 from megatron.optimizer.config import OptimizerConfig
-from megatron.optimizer.gradients import GradientBuffers, main_gradient
-from megatron.optimizer.norm import global_gradient_norm, squared_norm
-from megatron.optimizer.optimizer import Optimizer
+from megatron.optimizer.norm import squared_norm
+from megatron.optimizer.optimizer import Optimizer, StepResult
+from megatron.optimizer.precision import PrecisionConfig
 from megatron.optimizer.schedule import ScheduleConfig, learning_rate
 
 __all__ = [
-    "GradientBuffers",
     "Optimizer",
     "OptimizerConfig",
+    "PrecisionConfig",
     "ScheduleConfig",
-    "global_gradient_norm",
+    "StepResult",
     "learning_rate",
     "main_gradient",
     "squared_norm",

@@ -1,68 +1,108 @@
-"""Gradients in flat buffers: one contiguous buffer for each dtype and device, a view of it for each parameter."""
+"""Gradients on their way: from autograd into the buckets, and summed over data ranks while backward goes on."""
 
-from collections.abc import Iterable
-from typing import Any, cast
+import functools
+import logging
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import Tensor
 
-from megatron.mpu.collectives import all_reduce
+from megatron.mpu.collectives import Pending, all_reduce
+from megatron.mpu.initialize import GroupInfo
+from megatron.optimizer.buckets import Bucket, main_gradient
 
-
-def main_gradient(parameter: Tensor) -> Tensor:
-    """`parameter.main_grad`: the view, of the parameter's shape, into which its gradients are added."""
-    return cast(Any, parameter).main_grad
+_logger = logging.getLogger(__name__)
 
 
-class GradientBuffers:
-    """Flat buffers that collect the gradients of parameters over the micro-batches of an iteration.
+class GradientReducer:
+    """Collects gradients in buckets over the micro-batches of an iteration and sums them over the data ranks.
 
-    Each parameter gets an attribute `main_grad`, a view of its buffer with its own shape and dtype. Autograd's gradient
-    is added there as soon as it is complete for one backward pass, and `grad` is None again: a parameter that is used
-    twice (tied) is counted once with both contributions, one that is not used stays zero. A layer may also add to
-    `main_grad` itself and give None to autograd.
+    Autograd's gradient is added to `main_grad` as soon as it is complete for one backward pass, and `grad` is None
+    again: a parameter that is used twice (tied) is counted once with both contributions, one that is not used stays
+    zero. A layer may also add to `main_grad` itself and give None to autograd.
 
-    Attributes:
-        parameters: those with `requires_grad`, each once, in the order given.
-        flats: the buffers, 1-D.
+    Args:
+        buckets: in the order in which backward completes them.
+        speaks: whether this rank is the one that says which parameters got no gradient.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
-        kinds = dict.fromkeys((p.dtype, p.device) for p in self.parameters)
-        self.flats = [_buffer([p for p in self.parameters if (p.dtype, p.device) == kind]) for kind in kinds]
-        for parameter in self.parameters:
-            parameter.register_post_accumulate_grad_hook(_take_gradient)
+    def __init__(self, buckets: Sequence[Bucket], speaks: bool = True) -> None:
+        self._buckets = buckets
+        self._speaks = speaks
+        self._seen: set[str] = set()
+        self._missing: list[set[str]] | None = None  # by bucket: what the last backward pass has not completed yet
+        self._pending: list[Pending] = []  # of the first buckets: the reductions under way
+        for number, bucket in enumerate(buckets):
+            for name, parameter in bucket.parameters.items():
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._take, number, name))
 
     def zero(self) -> None:
         """Start an iteration: all gradients are zero."""
-        for flat in self.flats:
-            flat.zero_()
+        self._wait()
+        self._seen.clear()
+        for bucket in self._buckets:
+            bucket.gradients.zero_()
 
-    def all_reduce(self, group: ProcessGroup | None) -> None:
-        """Sum over the ranks of `group` (None: this rank alone). One all-reduce for each buffer."""
-        if group is not None:
-            for flat in self.flats:
-                all_reduce(flat, group)
+    def overlap(self) -> None:
+        """Reduce each bucket during the backward pass that comes, the last one before `finish`.
 
-    def scale(self, factor: float) -> None:
-        """Multiply all gradients by `factor`."""
-        for flat in self.flats:
-            flat.mul_(factor)
+        A bucket's collective begins once its gradients are complete and those of the buckets before it have begun, so
+        that their order is the same on all ranks.
+        """
+        self._missing = [set(bucket.parameters) for bucket in self._buckets]
+
+    def finish(self) -> None:
+        """Begin the reductions that have not begun yet, and wait for all."""
+        for bucket in self._buckets[len(self._pending) :]:
+            self._pending.append(bucket.start_reduction())
+        if self._missing is not None:
+            self._say_unused()
+        self._wait()
+
+    def _wait(self) -> None:
+        for pending in self._pending:
+            pending.wait()
+        self._pending.clear()
+        self._missing = None
+
+    def _take(self, number: int, name: str, parameter: Tensor) -> None:
+        """Move the gradient that autograd has just completed into `main_grad`, and count it."""
+        if parameter.grad is not None:
+            main_gradient(parameter).add_(parameter.grad)
+            parameter.grad = None
+        self._seen.add(name)
+        if self._missing is not None:
+            self._count(self._missing, number, name)
+
+    def _count(self, missing: list[set[str]], number: int, name: str) -> None:
+        if name not in missing[number]:
+            raise RuntimeError(
+                f"{name} got a second gradient after last_micro_batch(), when its sum over the data ranks may have "
+                "begun: call it before the last backward pass of an iteration and before no other"
+            )
+        missing[number].remove(name)
+        while len(self._pending) < len(missing) and not missing[len(self._pending)]:
+            self._pending.append(self._buckets[len(self._pending)].start_reduction())
+
+    def _say_unused(self) -> None:
+        unused = [name for bucket in self._buckets for name in bucket.parameters if name not in self._seen]
+        if unused and self._speaks:
+            self._speaks = False
+            _logger.warning(
+                "no gradient came for %s: buckets that hold such a parameter are reduced after the backward pass, not "
+                "during it",
+                ", ".join(unused),
+            )
 
 
-def _buffer(parameters: list[nn.Parameter]) -> Tensor:
-    """A zero buffer for parameters of one dtype and device, which get their views of it."""
-    sizes = [parameter.numel() for parameter in parameters]
-    flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
-    for parameter, part in zip(parameters, flat.split(sizes), strict=True):
-        cast(Any, parameter).main_grad = part.view(parameter.shape)
-    return flat
-
-
-def _take_gradient(parameter: Tensor) -> None:
-    """Move the gradient that autograd has just completed into `main_grad`."""
-    if parameter.grad is not None:
-        main_gradient(parameter).add_(parameter.grad)
-        parameter.grad = None
+def sum_over_group(parts: Iterable[Tensor], group: GroupInfo) -> None:
+    """Sum each of `parts` (1-D) over the ranks of `group`, in place. One all-reduce for each dtype and device."""
+    if group.size == 1:
+        return
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for part in parts:
+        kinds.setdefault((part.dtype, part.device), []).append(part)
+    for same in kinds.values():
+        packed = all_reduce(torch.cat(same), group)
+        for part, total in zip(same, packed.split([len(part) for part in same]), strict=True):
+            part.copy_(total)

@@ -1,23 +1,24 @@
-"""The global norm of gradients: float64 sums of short blocks, each replicated parameter counted once."""
+"""The global norm of gradients: float64 sums of short blocks, and one small all-reduce that is exact."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron.mpu.collectives import all_reduce
-from megatron.mpu.sharding import Sharding
+from megatron.mpu.initialize import GroupInfo
+from megatron.optimizer.buckets import Bucket
+from megatron.optimizer.segments import ALIGNMENT
 
 # A float32 norm of one long CPU buffer is off by 1.6e-3 at 30M elements; of a block this short, by some 1e-7.
-BLOCK = 4096
+BLOCK = ALIGNMENT
 
 
 def squared_norm(tensors: Iterable[Tensor]) -> Tensor:
     """The sum of squares of all elements, float64 and 0-D, on the device of the tensors (the CPU where there is none).
 
-    Each tensor is cut into blocks of at most 4,096 elements; a block's norm is taken in the tensor's dtype, at least
-    float32, squared in float64 and added in float64.
+    Each tensor is cut into blocks of 64 elements; a block's norm is taken in the tensor's dtype, at least float32,
+    squared in float64 and added in float64.
     """
     sums = [_squared_norm(tensor.detach()) for tensor in tensors if tensor.numel()]
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
@@ -32,26 +33,34 @@ def _squared_norm(tensor: Tensor) -> Tensor:
     return blocks.square().sum() + rest.square()
 
 
-def global_gradient_norm(
-    gradients: Mapping[str, Tensor],
-    shardings: Mapping[str, Sharding],
-    group: ProcessGroup | None,
-    tensor_rank: int,
-) -> float:
-    """The 2-norm of all gradients of a model that is split over tensor ranks; equal on all of them.
+def shard_norms(buckets: Sequence[Bucket], counted: Collection[str]) -> dict[int, Tensor]:
+    """The squared norm of each data rank's shard of all buckets: of its own one if sharded, of all of them if not.
 
     Args:
-        gradients: this rank's gradients by parameter name, already summed over data replicas.
-        shardings: where each parameter belongs; what is not split is whole on every tensor rank and counted on the
-            first only. Padding rows of a vocabulary have no gradient.
-        group: the tensor group, None for this rank alone.
-        tensor_rank: this rank's place in `group`.
+        buckets: with gradients that are summed over the data ranks.
+        counted: names of the parameters that this rank counts; another tensor rank counts the others.
 
-    One all-reduce of one float64 over `group`.
+    The cuts between shards are made in both cases, so that the sums are equal bit for bit.
     """
-    counted = [g for name, g in gradients.items() if tensor_rank == 0 or shardings[name].split_dim is not None]
-    device = next((g.device for g in gradients.values()), torch.device("cpu"))
-    total = squared_norm(counted).to(device)
-    if group is not None:
-        all_reduce(total, group)
-    return total.sqrt().item()
+    data = buckets[0].data
+    ranks = [data.rank] if buckets[0].sharded else range(data.size)
+    return {
+        rank: squared_norm(
+            bucket.gradients[run.slice]
+            for bucket in buckets
+            for run in bucket.layout.runs(counted, bucket.layout.shard(rank, data.size))
+        )
+        for rank in ranks
+    }
+
+
+def sum_of_places(values: Mapping[int, Tensor], places: int, group: GroupInfo, device: torch.device) -> Tensor:
+    """The sum of values that the ranks of `group` have, one for each of `places`; equal on all ranks bit for bit.
+
+    One all-reduce of `places` float64: each place is filled by one rank and zero elsewhere, and adding zeros is exact.
+    What is not finite on one rank makes the sum so on all.
+    """
+    vector = torch.zeros(places, dtype=torch.float64, device=device)
+    for place, value in values.items():
+        vector[place] = value
+    return all_reduce(vector, group).sum()

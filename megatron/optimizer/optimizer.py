@@ -1,37 +1,62 @@
-"""The optimizer of a run: gradient buffers, reduction, clipping by the global norm, AdamW."""
+"""The optimizer of a run: gradient buckets, reduction, clipping by the global norm, master weights, the step."""
 
 import dataclasses
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron.mpu.initialize import SERIAL_GROUP, GroupInfo, resolve_group
 from megatron.mpu.sharding import Sharding
-from megatron.optimizer.adamw import make_adamw
+from megatron.optimizer.buckets import Bucket, main_gradient
 from megatron.optimizer.config import OptimizerConfig
-from megatron.optimizer.gradients import GradientBuffers, main_gradient
-from megatron.optimizer.norm import global_gradient_norm
+from megatron.optimizer.gradients import GradientReducer, sum_over_group
+from megatron.optimizer.loss_scaler import make_loss_scaler
+from megatron.optimizer.norm import shard_norms, sum_of_places
+from megatron.optimizer.parameters import ParameterGatherer
+from megatron.optimizer.precision import PrecisionConfig
+from megatron.optimizer.segments import Entry, plan
+from megatron.optimizer.updates import BucketUpdate
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What a step did: the norm of the gradients before clipping, and whether it was skipped for their overflow."""
+
+    grad_norm: float
+    skipped: bool = False
 
 
 class Optimizer:
-    """AdamW for a model that is split over tensor ranks and replicated over data ranks.
+    """Trains a model that is split over tensor ranks and replicated over data ranks.
 
-    One iteration: `zero_grad()`, a backward pass for each micro-batch, `reduce_gradients(divisor)`, `step(lr)`.
+    One iteration: `zero_grad()`, a backward pass for each micro-batch, with `last_micro_batch()` before the last one,
+    `reduce_gradients(divisor)`, `step(lr)`. The loss of each micro-batch is multiplied by `loss_scale` before backward.
+
+    Parameters with `requires_grad` become views of flat buffers, and their gradients are collected in others (see
+    `Bucket`). With `--use-distributed-optimizer` each data rank keeps master weights and state of its share only.
 
     Args:
         model: its parameters with `requires_grad` are trained; gradients are collected from now on.
         shardings: where each parameter belongs, by the names of `model.named_parameters()`. One-dimensional parameters
             (biases, norms) are not decayed.
-        config: AdamW's constants and the clipping.
+        config: which optimizer, its constants, clipping, and how data ranks share the work.
+        precision: number formats and the loss scale.
         data_group: ranks with the same weights and other samples; None for this rank alone.
         tensor_group: ranks that share the model's layers; None for this rank alone.
         tensor_rank: this rank's place in `tensor_group`.
+        model_group: ranks that hold one copy of the model together; `tensor_group` by default.
+        model_rank: this rank's place in `model_group`.
+        everyone: `model_group` times `data_group`; needed where both have several ranks and the optimizer is sharded.
+        own_buckets: names of parameters that other modules read than those that have them, such as a tied embedding.
 
-    Raises ValueError where nothing is trained or a parameter has no sharding.
+    Raises ValueError where nothing is trained, a parameter has no sharding, or `everyone` is missing.
     """
 
     def __init__(
@@ -39,104 +64,262 @@ class Optimizer:
         model: nn.Module,
         shardings: Mapping[str, Sharding],
         config: OptimizerConfig,
+        precision: PrecisionConfig | None = None,
         *,
         data_group: ProcessGroup | None = None,
         tensor_group: ProcessGroup | None = None,
         tensor_rank: int = 0,
+        model_group: ProcessGroup | None = None,
+        model_rank: int = 0,
+        everyone: ProcessGroup | None = None,
+        own_buckets: Collection[str] = (),
     ) -> None:
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if not self._parameters:
-            raise ValueError("the model has no parameter with requires_grad: there is nothing to train")
-        homeless = [name for name in self._parameters if name not in shardings]
-        if homeless:
-            raise ValueError(f"no sharding is given for the parameters {', '.join(homeless)}")
+        self._config, self._precision = config, precision or PrecisionConfig()
+        self._parameters = _trained(model, shardings)
         self._shardings = {name: shardings[name] for name in self._parameters}
-        self._config = config
-        self._data_group, self._tensor_group, self._tensor_rank = data_group, tensor_group, tensor_rank
-        self.buffers = GradientBuffers(self._parameters.values())
-        decayed = [p for name, p in self._parameters.items() if self._is_decayed(name)]
-        not_decayed = [p for name, p in self._parameters.items() if not self._is_decayed(name)]
-        self._adam = make_adamw(decayed, not_decayed, config)
-        self._step_count = 0
+        self._tensor, self._tensor_rank = _info(tensor_group), tensor_rank
+        self._model, self._model_rank = self._tensor, tensor_rank
+        if model_group is not None:
+            self._model, self._model_rank = _info(model_group), model_rank
+        self._data = _info(data_group)
+        self._buckets = self._make_buckets(own_buckets)
+        self._norm_group = self._choose_norm_group(_info(everyone))
+        self._reducer = GradientReducer(self._buckets, speaks=self._data.rank == 0 and tensor_rank == 0)
+        self._gatherer = ParameterGatherer(model, self._buckets, own_buckets)
+        self._updates = [BucketUpdate(bucket, self._is_decayed, config) for bucket in self._buckets]
+        self._scaler = make_loss_scaler(self._precision)
+        self._divisor = 1.0
+        self._step_count = self._skipped_in_a_row = 0
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each data rank keeps a part of the optimizer's state only."""
+        return self._config.use_distributed_optimizer and self._data.size > 1
+
+    def _make_buckets(self, own: Collection[str]) -> list[Bucket]:
+        entries = [Entry(name, p.numel(), (p.dtype, p.device)) for name, p in self._parameters.items()]
+        return [
+            Bucket(
+                layout,
+                self._parameters,
+                self._gradient_dtype(self._parameters[layout.slots[0].name].dtype),
+                self._data,
+                self.sharded,
+            )
+            for layout in plan(entries, self._config.ddp_bucket_size, self._data.size, own)
+        ]
+
+    def _gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        if dtype == self._precision.dtype:
+            return self._precision.gradient_dtype
+        return torch.promote_types(dtype, torch.float32)
+
+    def _choose_norm_group(self, everyone: GroupInfo) -> GroupInfo:
+        """The ranks that hold different pieces of the gradients."""
+        if not self.sharded:
+            return self._model
+        if everyone.size == 1 and self._model.size == 1:
+            return self._data
+        if everyone.size != self._model.size * self._data.size:
+            raise ValueError(
+                f"the group of everyone has {everyone.size} ranks: the sharded optimizer needs one of "
+                f"{self._model.size} model ranks x {self._data.size} data ranks"
+            )
+        return everyone
 
     def _is_decayed(self, name: str) -> bool:
         return len(self._shardings[name].global_shape) > 1
 
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by before backward; 1 unless parameters are float16."""
+        return self._scaler.scale
+
     def zero_grad(self) -> None:
         """Forget the gradients of the last iteration."""
-        self.buffers.zero()
+        self._reducer.zero()
+        self._divisor = 1.0
+
+    def last_micro_batch(self) -> None:
+        """Say that the backward pass that comes is the last one of the iteration.
+
+        With `--overlap-grad-reduce` it sums the gradients over the data group, a bucket at a time, while it goes on.
+        """
+        if self._config.overlap_grad_reduce:
+            self._reducer.overlap()
 
     def reduce_gradients(self, divisor: float) -> None:
-        """Sum the gradients over the data group and divide them, once, by `divisor`.
+        """Sum the gradients over the data group, or wait until that is done; `step` will divide them by `divisor`.
 
-        `divisor` is what the summed loss is divided by over the whole global batch, usually its counted tokens. One
-        all-reduce for each buffer over the data group. Raises ValueError where `divisor` is not above 0.
+        `divisor` is what the summed loss is divided by over the whole global batch, usually its counted tokens; without
+        the loss scale. One all-reduce over the data group for each bucket, or one reduce-scatter if sharded; then one
+        all-reduce over the tensor group of gradients that its ranks have terms of. Raises ValueError where `divisor`
+        is not above 0.
         """
         if not divisor > 0:
             raise ValueError(f"gradients cannot be divided by {divisor}: no token of the global batch was counted")
-        self.buffers.all_reduce(self._data_group)
-        self.buffers.scale(1.0 / divisor)
+        self._reducer.finish()
+        partial = {name for name, sharding in self._shardings.items() if getattr(sharding, "partial_gradient", False)}
+        sum_over_group(
+            [
+                bucket.gradients[segment.range.slice]
+                for bucket in self._buckets
+                for segment in bucket.layout.segments(bucket.held)
+                if segment.name in partial
+            ],
+            self._tensor,
+        )
+        self._divisor = divisor
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's collected gradients by parameter name: views of the buffers."""
+        """This rank's collected gradients by parameter name: views of the buffers.
+
+        They are as backward left them until `step` divides them, in place unless they have fewer bits than the master
+        weights. If sharded, only this rank's share of them means anything once they are reduced.
+        """
         return {name: main_gradient(parameter) for name, parameter in self._parameters.items()}
 
     def gradient_norm(self) -> float:
-        """The 2-norm of the whole model's gradient. One all-reduce of one number over the tensor group."""
-        return global_gradient_norm(self.gradients(), self._shardings, self._tensor_group, self._tensor_rank)
+        """The 2-norm of the whole model's gradient, divided; equal on all ranks.
 
-    def step(self, lr: float) -> float:
-        """Clip the gradients, move the weights, and return the gradient norm before clipping.
+        One all-reduce of (model ranks x data ranks) float64 over the model group, over everyone if sharded.
+        """
+        counted = {n for n, s in self._shardings.items() if self._tensor_rank == 0 or s.split_dim is not None}
+        norms = shard_norms(self._buckets, counted)
+        places = {self._model_rank * self._data.size + shard: value for shard, value in norms.items()}
+        device = self._buckets[0].gradients.device
+        total = sum_of_places(places, self._model.size * self._data.size, self._norm_group, device)
+        return total.sqrt().item() / (self._divisor * self.loss_scale)
 
-        Clipping multiplies by `clip_grad / (norm + 1e-6)` where that is below 1. Raises FloatingPointError, on every
-        rank of the tensor group, where the norm is not finite; weights and moments are untouched then.
+    def step(self, lr: float) -> StepResult:
+        """Divide and clip the gradients, move the weights; returns the norm before clipping.
+
+        Clipping multiplies by `clip_grad / (norm + 1e-6)` where that is below 1; division, loss scale and clipping are
+        one multiplication. If sharded, one all-gather over the data group for each bucket, under way when this returns
+        with `--overlap-param-gather`.
+
+        Where the norm is not finite, on every rank alike, weights and state stay as they are: with float16 parameters
+        the step is skipped and the loss scale hears of it. Raises FloatingPointError with others, and where
+        `--max-skipped-steps` steps in a row were skipped.
         """
         norm = self.gradient_norm()
         if not math.isfinite(norm):
-            raise FloatingPointError(f"the gradient norm is {norm}; {self._words_on_non_finite()}")
-        factor = self._config.clip_grad / (norm + 1e-6)
-        if self._config.clip_grad > 0 and factor < 1:
-            self.buffers.scale(factor)
-        self._update(lr)
-        return norm
-
-    def _update(self, lr: float) -> None:
-        for group in self._adam.param_groups:
-            group["lr"] = lr
-        for parameter in self._parameters.values():
-            parameter.grad = main_gradient(parameter)
-        self._adam.step()
-        for parameter in self._parameters.values():
-            parameter.grad = None
+            return self._skip(norm)
+        clip = self._config.clip_grad / (norm + 1e-6)
+        factor = 1.0 / (self._divisor * self.loss_scale)
+        self._update(lr, factor * clip if 0 < clip < 1 else factor)
         self._step_count += 1
+        self._skipped_in_a_row = 0
+        self._scaler.update(overflow=False)
+        return StepResult(norm)
+
+    def _update(self, lr: float, factor: float) -> None:
+        self._gatherer.wait()
+        for number, update in reversed(list(enumerate(self._updates))):  # forward needs the last bucket first
+            update.step(lr, factor)
+            self._gatherer.start(number)
+        if self._config.overlap_param_gather:
+            self._gatherer.started_all()
+        else:
+            self._gatherer.wait()
+
+    def _skip(self, norm: float) -> StepResult:
+        if not self._precision.fp16:
+            raise FloatingPointError(f"the gradient norm is {norm}; {self._words_on_non_finite()}")
+        scale, most = self.loss_scale, self._precision.max_skipped_steps
+        self._scaler.update(overflow=True)
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= most:
+            raise FloatingPointError(
+                f"--max-skipped-steps {most}: {self._skipped_in_a_row} steps in a row were skipped, as gradients are "
+                f"not finite even at a loss scale of {scale:g}; {self._words_on_non_finite()}"
+            )
+        return StepResult(norm, skipped=True)
 
     def _words_on_non_finite(self) -> str:
-        names = [name for name, gradient in self.gradients().items() if not torch.isfinite(gradient).all()]
+        names = [
+            segment.name
+            for bucket in reversed(self._buckets)
+            for segment in reversed(bucket.layout.segments(bucket.held))
+            if not torch.isfinite(bucket.gradients[segment.range.slice]).all()
+        ]
         if not names:
             return "all gradients of this rank are finite"
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return f"not finite on this rank: the gradients of {', '.join(names[:3])}{more}"
 
+    def wait_for_parameters(self) -> None:
+        """Wait until all parameters are gathered. Forward passes of modules wait for their own by themselves."""
+        self._gatherer.wait()
+
     @property
     def step_count(self) -> int:
-        """Steps taken, which Adam's bias correction needs; part of a checkpoint, to be set when one is loaded."""
+        """Steps taken and not skipped."""
         return self._step_count
 
     @step_count.setter
     def step_count(self, steps: int) -> None:
         self._step_count = steps
-        for state in self._adam.state.values():
-            state["step"].fill_(steps)
+        for update in self._updates:
+            update.set_step_count(steps)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside tensors, as plain values."""
+        return {
+            "step_count": self._step_count,
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "loss_scaler": self._scaler.state(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` has given, after the tensors are loaded."""
+        self.step_count = int(state["step_count"])
+        self._skipped_in_a_row = int(state.get("skipped_in_a_row", 0))
+        self._scaler.load_state(state.get("loss_scaler", {}))
+
+    def after_load(self, masters: bool) -> None:
+        """Make 16-bit parameters and their master weights agree after a checkpoint was loaded into them.
+
+        Args:
+            masters: whether the master weights were loaded, so that the parameters follow them (if sharded, one
+                all-gather for each bucket); else they follow the parameters.
+        """
+        self._gatherer.wait()
+        for number, update in enumerate(self._updates):
+            if not masters:
+                update.masters_from_weights()
+            elif update.has_masters:
+                update.weights_from_masters()
+                self._gatherer.start(number)
+        self._gatherer.wait()
 
     def state_tensors(self) -> dict[str, tuple[Tensor, Sharding]]:
-        """Adam's moments and where they belong, as `optimizer.exp_avg.NAME` and `optimizer.exp_avg_sq.NAME`.
+        """The optimizer's state and where it belongs, as `optimizer.exp_avg.NAME` and so on.
 
-        They have the parameter's shape, exist before the first step (zeros) and are filled in place by a load.
+        They exist before the first step and are filled in place by a load.
         """
-        tensors = {}
-        for name, parameter in self._parameters.items():
-            for moment in _MOMENTS:
-                full_name = f"optimizer.{moment}.{name}"
-                sharding = dataclasses.replace(self._shardings[name], name=full_name)
-                tensors[full_name] = (self._adam.state[parameter][moment], sharding)
-        return tensors
+        self._gatherer.wait()
+        found: dict[str, dict[str, tuple[Tensor, Sharding]]] = {name: {} for name in self._parameters}
+        for update in self._updates:
+            for kind, tensors in update.state.items():
+                for segment, tensor in zip(update.segments, tensors, strict=True):
+                    full_name = f"optimizer.{kind}.{segment.name}"
+                    sharding = dataclasses.replace(self._shardings[segment.name], name=full_name)
+                    shape = self._parameters[segment.name].shape
+                    found[segment.name][full_name] = (tensor.view(shape), sharding)
+        return {name: placed for of_one in found.values() for name, placed in of_one.items()}
+
+
+def _info(group: ProcessGroup | None) -> GroupInfo:
+    return SERIAL_GROUP if group is None else resolve_group(group)
+
+
+def _trained(model: nn.Module, shardings: Mapping[str, Sharding]) -> dict[str, nn.Parameter]:
+    """The parameters to train, by name. Raises ValueError where there are none or one has no sharding."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise ValueError("the model has no parameter with requires_grad: there is nothing to train")
+    homeless = [name for name in parameters if name not in shardings]
+    if homeless:
+        raise ValueError(f"no sharding is given for the parameters {', '.join(homeless)}")
+    return parameters

@@ -86,7 +86,7 @@ def train_step(
         total, count = total + loss.detach(), count + tokens
     loss_sum = sum_over_replicas(total, count, data_group)
     optimizer.reduce_gradients(loss_sum.count)
-    return Step(loss_sum, optimizer.step(lr))
+    return Step(loss_sum, optimizer.step(lr).grad_norm)
 
 
 @torch.no_grad()

@@ -51,7 +51,7 @@ def serial(steps: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor
         optimizer.zero_grad()
         model(batch(step)).square().sum().backward()
         optimizer.reduce_gradients(4.0)
-        norms.append(optimizer.step(0.05))
+        norms.append(optimizer.step(0.05).grad_norm)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     return norms, copy.deepcopy(optimizer.gradients()), weights
 
@@ -76,7 +76,7 @@ def parallel(rank: int, world_size: int, tensor: int, steps: int) -> None:
         for part in mine.split(1):
             model(part).square().sum().backward()
         optimizer.reduce_gradients(4.0)
-        norms.append(optimizer.step(0.05))
+        norms.append(optimizer.step(0.05).grad_norm)
     assert_close(norms, expected_norms, 1e-12)
     for name, parameter in model.named_parameters():
         for piece in shardings[name].pieces(tuple(parameter.shape)):
@@ -111,9 +111,11 @@ def count(rank: int, world_size: int) -> tuple[list[tuple[str, int, int]], int, 
     return calls, len(in_backward.calls), sum(p.numel() for p in model.parameters())
 
 
-def test_one_all_reduce_for_the_buffer_and_one_number_for_the_norm(ranks: Ranks) -> None:
+def test_one_all_reduce_for_the_bucket_and_a_few_numbers_for_the_norm(ranks: Ranks) -> None:
     for in_step, in_backward, parameters in ranks(4, count):
-        assert in_step == [("all_reduce", 4 * parameters, 2), ("all_reduce", 8, 2)]
+        # Six parameters, each with up to 64 elements, and a number for each of 2 tensor ranks x 2 data shards.
+        assert parameters < 6 * 64
+        assert in_step == [("all_reduce", 4 * 6 * 64, 2), ("all_reduce", 8 * 4, 2)]
         assert in_backward == 0
 
 

@@ -1,6 +1,7 @@
-"""Gradient buffers: flat, added to over micro-batches, each parameter once."""
+"""Gradient buckets in one process: flat, added to over micro-batches, each parameter once, unused ones named."""
 
 import copy
+import logging
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.optimizer.gradients import GradientBuffers, main_gradient
+from megatron import mpu
+from megatron.optimizer import Optimizer, OptimizerConfig, main_gradient
 from tests.harness.closeness import assert_close
 
 
@@ -31,44 +33,60 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
     return F.cross_entropy(model(ids).view(-1, 11), ids.roll(1, -1).view(-1), reduction="sum")
 
 
-def test_micro_batches_add_up_to_autograd_on_all_at_once() -> None:
+def make_optimizer(model: nn.Module, **choices: Any) -> Optimizer:
+    return Optimizer(model, mpu.parameter_shardings(model), OptimizerConfig(**choices))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_micro_batches_add_up_to_autograd_on_all_at_once(overlap: bool) -> None:
     model = Tied()
     twin = copy.deepcopy(model).double()
-    buffers = GradientBuffers(model.parameters())
+    optimizer = make_optimizer(model, overlap_grad_reduce=overlap, ddp_bucket_size=20)
     ids = torch.arange(24).view(4, 6) % 11
-    for part in ids.split(1):
-        loss_of(model, part).backward()
+    for _ in range(2):  # the second time begins from zero again
+        optimizer.zero_grad()
+        assert all(torch.count_nonzero(gradient) == 0 for gradient in optimizer.gradients().values())
+        for number, part in enumerate(ids.split(1)):
+            if number == 3:
+                optimizer.last_micro_batch()
+            loss_of(model, part).backward()
+        optimizer.reduce_gradients(1.0)
     loss_of(twin, ids).backward()
     for (name, parameter), expected in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert parameter.grad is None, name
         gradient = expected.grad if expected.grad is not None else torch.zeros_like(expected)
         assert_close(main_gradient(parameter), gradient, 2e-6, floor=1.0)
     assert torch.count_nonzero(main_gradient(model.unused.weight)) == 0
-    buffers.zero()
-    assert all(torch.count_nonzero(main_gradient(p)) == 0 for p in model.parameters())
 
 
-def test_one_flat_buffer_holds_all_views_without_a_gap() -> None:
-    model = Tied()
-    buffers = GradientBuffers(model.parameters())
-    (flat,) = buffers.flats
-    parameters = list(model.parameters())
-    assert flat.dim() == 1 and flat.is_contiguous()
-    assert flat.numel() == sum(p.numel() for p in parameters) == 11 * 6 + 42 + 8
-    begin = flat.data_ptr()
-    for parameter in parameters:
-        view = main_gradient(parameter)
-        assert view.shape == parameter.shape and view.is_contiguous()
-        assert view.data_ptr() == begin
-        begin += view.numel() * view.element_size()
+def storages(tensors: Any) -> dict[int, torch.UntypedStorage]:
+    return {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
 
 
-def test_a_buffer_for_each_dtype_and_none_for_frozen_parameters() -> None:
+def test_parameters_and_gradients_are_views_of_flat_buffers() -> None:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).half()
+    weights = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
+    model[0].weight.partition_dim = 0
+    optimizer = make_optimizer(model)
+    for name, parameter in model.named_parameters():
+        same, values = weights[name]
+        assert parameter is same and torch.equal(parameter, values) and parameter.is_contiguous()
+        gradient = main_gradient(parameter)
+        assert gradient.shape == parameter.shape and gradient.is_contiguous()
+        assert gradient.storage_offset() == parameter.storage_offset() and parameter.storage_offset() % 64 == 0
+    assert model[0].weight.partition_dim == 0
+    assert len(storages(model.parameters())) == len(storages(optimizer.gradients().values())) == 1
+
+
+def test_buckets_by_dtype_and_size_and_none_for_frozen_parameters() -> None:
     layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(3, 3).double(), nn.Linear(4, 4), nn.Linear(5, 5)])
     layers[3].requires_grad_(False)
-    buffers = GradientBuffers(layers.parameters())
-    assert {(flat.dtype, flat.numel()) for flat in buffers.flats} == {(torch.float32, 26), (torch.float64, 12)}
+    make_optimizer(layers, ddp_bucket_size=17)
     assert not hasattr(layers[3].weight, "main_grad")
+    assert {main_gradient(p).dtype for p in layers[1].parameters()} == {torch.float64}
+    # In the order of backward: the last layer fills a bucket, the first begins another of its dtype.
+    found = [len(storages(layer.parameters())) for layer in layers]
+    assert found[:3] == [1, 1, 1] and len(storages(layers[:3].parameters())) == 3
 
 
 class AddsItself(torch.autograd.Function):
@@ -86,20 +104,37 @@ class AddsItself(torch.autograd.Function):
         return gradient @ weight, None
 
 
-def test_a_layer_may_add_to_main_grad_itself() -> None:
-    weight = nn.Parameter(torch.randn(3, 4))
-    GradientBuffers([weight])
+def test_a_layer_may_add_to_main_grad_itself(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(4, 3, bias=False)
+    optimizer = make_optimizer(model, overlap_grad_reduce=True)
     x = torch.randn(5, 4, requires_grad=True)
-    AddsItself.apply(x, weight).sum().backward()
-    AddsItself.apply(x, weight).sum().backward()
-    assert weight.grad is None
-    assert_close(main_gradient(weight), 2 * x.detach().sum(0).expand(3, 4), 1e-6)
+    AddsItself.apply(x, model.weight).sum().backward()
+    optimizer.last_micro_batch()
+    AddsItself.apply(x, model.weight).sum().backward()
+    optimizer.reduce_gradients(1.0)
+    assert model.weight.grad is None
+    assert_close(main_gradient(model.weight), 2 * x.detach().sum(0).expand(3, 4), 1e-6)
+    assert caplog.records == []  # it counts as having a gradient
 
 
-@pytest.mark.parametrize("factor", [0.25, 1.0 / 3.0])
-def test_scale(factor: float) -> None:
-    weight = nn.Parameter(torch.randn(7))
-    buffers = GradientBuffers([weight])
-    (weight * torch.arange(7.0)).sum().backward()
-    buffers.scale(factor)
-    assert torch.equal(main_gradient(weight), torch.arange(7.0) * factor)
+def test_unused_parameters_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = Tied()
+    optimizer = make_optimizer(model, overlap_grad_reduce=True)
+    with caplog.at_level(logging.WARNING, "megatron"):
+        for _ in range(2):
+            optimizer.zero_grad()
+            optimizer.last_micro_batch()
+            loss_of(model, torch.arange(6).view(1, 6)).backward()
+            optimizer.reduce_gradients(1.0)
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert "unused.weight" in message and "unused.bias" in message and "inner" not in message
+
+
+def test_a_second_backward_after_the_last_one_is_refused() -> None:
+    model = Tied()
+    optimizer = make_optimizer(model, overlap_grad_reduce=True)
+    optimizer.last_micro_batch()
+    loss_of(model, torch.arange(6).view(1, 6)).backward()
+    with pytest.raises(RuntimeError, match=r"last_micro_batch"):
+        loss_of(model, torch.arange(6).view(1, 6)).backward()

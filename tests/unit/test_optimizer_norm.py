@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.mpu.sharding import Sharding
-from megatron.optimizer.norm import global_gradient_norm, squared_norm
+from megatron.optimizer.norm import squared_norm
 
 
 def reference(tensor: torch.Tensor) -> float:
@@ -59,10 +58,3 @@ def test_one_bad_element_shows(bad: float, position: int) -> None:
     tensor = torch.ones(4101)
     tensor[position] = bad
     assert not math.isfinite(squared_norm([tensor]).item())
-
-
-def test_replicated_gradients_count_on_the_first_tensor_rank_only() -> None:
-    gradients = {"split": torch.full((4,), 3.0), "whole": torch.full((16,), 2.0)}
-    shardings = {"split": Sharding("split", (8,), 0, 0, 1, 2), "whole": Sharding("whole", (16,), None, 0)}
-    assert global_gradient_norm(gradients, shardings, None, 0) == 10.0
-    assert global_gradient_norm(gradients, shardings, None, 1) == 6.0

@@ -1,0 +1,59 @@
+"""Updated parameters on their way back: gathered from the data ranks while the next forward pass begins."""
+
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from torch import nn
+
+from megatron.mpu.collectives import Pending
+from megatron.optimizer.buckets import Bucket
+
+
+class ParameterGatherer:
+    """Gathers buckets after a step; modules wait, before their forward, for the parameters that they have.
+
+    Parameters of `shared` buckets may be read by modules that do not have them (a tied embedding), so every module
+    waits for these. A module that was not called between two steps may have its parameters read in another way: its
+    buckets are awaited at once. Who reads another module's parameters before that is called must wait for all.
+
+    Args:
+        model: gets forward pre-hooks.
+        buckets: in the order of backward; forward needs the last ones first.
+        shared: names of parameters.
+    """
+
+    def __init__(self, model: nn.Module, buckets: Sequence[Bucket], shared: Collection[str]) -> None:
+        self._buckets = buckets
+        self._pending: dict[int, Pending] = {}
+        self._shared = {i for i, bucket in enumerate(buckets) if not bucket.parameters.keys().isdisjoint(shared)}
+        places = {id(p): i for i, bucket in enumerate(buckets) for p in bucket.parameters.values()}
+        self._needs: list[set[int]] = []  # by module
+        for module in model.modules():
+            module.register_forward_pre_hook(functools.partial(self._before, len(self._needs)))
+            self._needs.append({places[id(p)] for p in module.parameters(recurse=False) if id(p) in places})
+        self._called: set[int] = set()
+
+    def start(self, number: int) -> None:
+        """Begin to gather bucket `number`."""
+        self._pending[number] = self._buckets[number].start_gathering()
+
+    def started_all(self) -> None:
+        """Wait for what no module may wait for in time."""
+        for module, needs in enumerate(self._needs):
+            if module not in self._called:
+                self._wait_for(needs)
+        self._called.clear()
+
+    def wait(self) -> None:
+        """Wait for all buckets."""
+        self._wait_for(set(self._pending))
+
+    def _before(self, number: int, module: nn.Module, args: Any) -> None:
+        self._called.add(number)
+        if self._pending:
+            self._wait_for(self._needs[number] | self._shared)
+
+    def _wait_for(self, buckets: set[int]) -> None:
+        for number in buckets & self._pending.keys():
+            self._pending.pop(number).wait()
