@@ -40,11 +40,6 @@ def gpt_parameters(
     return l * layer_parameters(h, f, projection) + (V + positions) * h + (2 * h if final_norm else 0)
 
 
-def core_attention_forward_flops(s: int, projection: int) -> int:
-    """The part of `layer_forward_flops` between the matrices: the scores, and their product with the values."""
-    return 4 * s * s * projection
-
-
 def layer_forward_flops(s: int, h: int, f: int | None = None, projection: int | None = None) -> int:
     """Floating-point operations of one layer's forward pass over one sequence; a multiply-add counts two.
 
@@ -53,7 +48,7 @@ def layer_forward_flops(s: int, h: int, f: int | None = None, projection: int | 
     """
     f = 4 * h if f is None else f
     a = h if projection is None else projection
-    return 2 * s * (4 * a * h + 2 * f * h) + core_attention_forward_flops(s, a)
+    return 2 * s * (4 * a * h + 2 * f * h) + 4 * s * s * a
 
 
 def model_flops(
@@ -89,19 +84,19 @@ def hardware_flops(
 
     Args:
         B, s, l, h, V, f, projection: as for `model_flops`.
-        recompute_granularity: "full" for whole layers, "selective" for the core of attention, None for nothing.
+        recompute_granularity: "full" for whole layers, "selective" for the weights of attention, None for nothing.
         recomputed_layers: how many of the l layers are recomputed, all if not given.
 
     With all layers in full, and the defaults, `96 B s l h^2 (1 + s/(6h) + V/(16 l h))` (arXiv:2104.04473, equation 3).
-    The core of attention is `4 s^2 h` a layer and sample; arXiv:2205.05198 adds three times that for "selective"
-    (`72 B s l h^2 (1 + s/(3h) + V/(12 l h))`). What an attention kernel recomputes within its own backward pass is not
-    counted.
+    "selective" repeats the product that gives the scores, `2 s^2 h` a layer and sample; the one with the values gives
+    nothing that the backward pass needs, and is left out. (arXiv:2205.05198 counts `12 s^2 h` for it.) A fused kernel
+    of attention repeats both, and what it computes again within its own backward pass is not counted.
     """
     recomputed = l if recomputed_layers is None else recomputed_layers
     if recompute_granularity == "full":
         again = layer_forward_flops(s, h, f, projection)
     elif recompute_granularity == "selective":
-        again = core_attention_forward_flops(s, h if projection is None else projection)
+        again = 2 * s * s * (h if projection is None else projection)
     else:
         assert recompute_granularity is None
         again = 0

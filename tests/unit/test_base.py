@@ -75,7 +75,7 @@ def test_flops_of_recomputation_are_those_of_the_layers_recomputed(
     full = hardware_flops(*shape, recompute_granularity="full", recomputed_layers=recomputed)
     assert full - model == B * recomputed * 2 * s * (4 * a * h + 2 * f * h + 2 * s * a)
     selective = hardware_flops(*shape, recompute_granularity="selective", recomputed_layers=recomputed)
-    assert selective - model == B * recomputed * 2 * (2 * s * s * a)
+    assert selective - model == B * recomputed * 2 * s * s * a
 
 
 def test_published_iterations_at_the_published_rates() -> None:
