@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-from megatron.checkpointing.rectangles import Rectangle, cover_problem
+from megatron.base.rectangles import Rectangle, cover_problem
 
 FORMAT = "megatron-checkpoint"
 VERSION = 1

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.base.rectangles import Rectangle
 from megatron.checkpointing.folders import INDEX, STATE, TRACKER, leftovers, tracked_iteration, whole_folder
 from megatron.checkpointing.index import Index, StoredTensor, dtype_name, dtype_of
+from megatron.checkpointing.placed import Place, Placed, held_rectangles
 from megatron.checkpointing.reader import PieceReader
-from megatron.checkpointing.rectangles import Rectangle
 from megatron.checkpointing.team import Team
 from megatron.checkpointing.values import from_json, to_json
-from megatron.mpu.sharding import Sharding
 
 _logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def read_state(directory: str | os.PathLike[str], iteration: int | None = None) 
 
 def load_checkpoint(
     directory: str | os.PathLike[str],
-    tensors: Mapping[str, tuple[Tensor, Sharding]],
+    tensors: Placed,
     *,
     rank: int,
     layout: Mapping[str, Any],
@@ -88,8 +88,8 @@ def load_checkpoint(
         _check_files(folder, index)
         _check_tensors(folder, index, tensors, tuple(skip))
         with PieceReader(folder, index.block_bytes) as reader, torch.no_grad():
-            for name, (tensor, sharding) in tensors.items():
-                _fill(reader, index.contents.tensors[name], tensor, sharding)
+            for name, (tensor, place) in tensors.items():
+                _fill(reader, index.contents.tensors[name], tensor, place)
             same_layout = json.loads(to_json(layout)) == index.layout
             own = _read_own(reader, folder, index, rank) if same_layout else None
         return LoadedState(index.iteration, state, dict(index.layout), own)
@@ -152,15 +152,13 @@ def _check_files(folder: Path, index: Index) -> None:
             raise ValueError(f"{path}: it has {path.stat().st_size} bytes, {size} were written")
 
 
-def _check_tensors(
-    folder: Path, index: Index, tensors: Mapping[str, tuple[Tensor, Sharding]], skip: tuple[str, ...]
-) -> None:
+def _check_tensors(folder: Path, index: Index, tensors: Placed, skip: tuple[str, ...]) -> None:
     """Raise ValueError unless the wanted tensors are the stored ones, less those to skip, and each is covered once."""
     stored = {name: tensor for name, tensor in index.contents.tensors.items() if not name.startswith(skip)}
     _refuse(folder, tensors.keys() - stored.keys(), "of the model are not in the checkpoint")
     _refuse(folder, stored.keys() - tensors.keys(), "of the checkpoint are not in the model")
-    for name, (tensor, sharding) in tensors.items():
-        _check_kind(folder, stored[name], tensor, sharding)
+    for name, (tensor, place) in tensors.items():
+        _check_kind(folder, stored[name], tensor, place)
     index.contents.check_cover()
 
 
@@ -170,8 +168,8 @@ def _refuse(folder: Path, names: Collection[str], words: str) -> None:
         raise ValueError(f"{folder}: tensors {words}: {', '.join(sorted(names)[:3])}{more}")
 
 
-def _check_kind(folder: Path, stored: StoredTensor, tensor: Tensor, sharding: Sharding) -> None:
-    wanted = (tuple(sharding.global_shape), dtype_name(tensor.dtype))
+def _check_kind(folder: Path, stored: StoredTensor, tensor: Tensor, place: Place) -> None:
+    wanted = (tuple(place.global_shape), dtype_name(tensor.dtype))
     if (stored.shape, stored.dtype) != wanted:
         raise ValueError(
             f"{folder}: tensor {stored.name} is {stored.dtype} {list(stored.shape)} in the checkpoint "
@@ -179,12 +177,10 @@ def _check_kind(folder: Path, stored: StoredTensor, tensor: Tensor, sharding: Sh
         )
 
 
-def _fill(reader: PieceReader, stored: StoredTensor, tensor: Tensor, sharding: Sharding) -> None:
-    tensor = tensor.detach()
-    pieces = sharding.pieces(tuple(tensor.shape))
-    targets = [(Rectangle(piece.offset, piece.shape), tensor[piece.local]) for piece in pieces]
+def _fill(reader: PieceReader, stored: StoredTensor, tensor: Tensor, place: Place) -> None:
+    targets = held_rectangles(tensor, place)
     if sum(rectangle.size for rectangle, _ in targets) < tensor.numel():
-        tensor.zero_()
+        tensor.detach().zero_()
     reader.read(stored, targets)
 
 

@@ -12,8 +12,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from megatron.base.rectangles import Rectangle, intersection, rectangles_of_range
 from megatron.checkpointing.index import SAFETENSORS_NAMES, StoredPiece, StoredTensor, dtype_of
-from megatron.checkpointing.rectangles import Rectangle, intersection, rectangles_of_range
 
 _LARGEST_HEADER = 100_000_000
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.base.files import fsync_directory
+from megatron.base.rectangles import Rectangle
 from megatron.checkpointing.folders import (
     INDEX,
     STATE,
@@ -30,12 +31,11 @@ from megatron.checkpointing.index import (
     merged,
     rank_name,
 )
-from megatron.checkpointing.rectangles import Rectangle
+from megatron.checkpointing.placed import Placed, held_rectangles
 from megatron.checkpointing.team import Team
 from megatron.checkpointing.values import to_json
 from megatron.checkpointing.writer import NewPiece, write_pieces
 from megatron.mpu.initialize import resolve_group
-from megatron.mpu.sharding import Sharding
 
 # Bytes of a piece that share one checksum; also all that is held in memory beside the tensors themselves.
 BLOCK_BYTES = 64 * 2**20
@@ -48,11 +48,10 @@ class SaveError(RuntimeError):
 def save_checkpoint(
     directory: str | os.PathLike[str],
     iteration: int,
-    tensors: Mapping[str, tuple[Tensor, Sharding]],
+    tensors: Placed,
     state: Mapping[str, Any],
     rank_tensors: Mapping[str, Tensor],
     *,
-    writer: bool,
     rank: int,
     world_size: int,
     layout: Mapping[str, Any],
@@ -64,10 +63,10 @@ def save_checkpoint(
     Args:
         directory: made where it is absent. All ranks must see the same one.
         iteration: number of the checkpoint; an earlier one of the same number is replaced.
-        tensors: this rank's tensors by global name, and which rectangles of the global tensors they hold.
+        tensors: what this rank writes, by global name, and which rectangles of the global tensors it is; perhaps
+            nothing. Of data replicas that hold the same values one hands them over.
         state: whatever else belongs to the run, as plain values (see `values.to_json`); the first rank's counts.
         rank_tensors: what belongs to this rank alone, such as the states of its random generators.
-        writer: False on data replicas, which write only their `rank_tensors`.
         rank, world_size: this rank's place in `group`.
         layout: the parallel layout, as plain values; `rank_tensors` come back only where it is the same.
         tensor_rank: place in the tensor group, the current one's by default; tensors that are not split are written
@@ -88,7 +87,7 @@ def save_checkpoint(
                 temporary.mkdir()
         with team.step():
             first = (resolve_group(None).rank if tensor_rank is None else tensor_rank) == 0
-            shared = _own_part(tensors, first) if writer else []
+            shared = _own_part(tensors, first)
             own = [_whole(rank_name(rank, name), tensor) for name, tensor in rank_tensors.items()]
             _write_part(temporary, rank, shared, own)
         with team.step():
@@ -106,13 +105,13 @@ def save_checkpoint(
 _Part = tuple[StoredTensor, list[NewPiece]]
 
 
-def _own_part(tensors: Mapping[str, tuple[Tensor, Sharding]], first: bool) -> list[_Part]:
+def _own_part(tensors: Placed, first: bool) -> list[_Part]:
     """What this rank writes of the tensors that the ranks share; `first` of its tensor group or not."""
     parts = []
-    for name, (tensor, sharding) in tensors.items():
-        pieces = sharding.pieces(tuple(tensor.shape)) if sharding.split_dim is not None or first else []
-        new = [NewPiece(name, Rectangle(p.offset, p.shape), tensor.detach()[p.local]) for p in pieces]
-        whole = StoredTensor(name, dtype_name(tensor.dtype), tuple(sharding.global_shape), ())
+    for name, (tensor, place) in tensors.items():
+        held = held_rectangles(tensor, place) if place.split_dim is not None or first else []
+        new = [NewPiece(name, rectangle, values) for rectangle, values in held]
+        whole = StoredTensor(name, dtype_name(tensor.dtype), tuple(place.global_shape), ())
         parts.append((whole, [piece for piece in new if piece.rectangle.size]))
     return parts
 

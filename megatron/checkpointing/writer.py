@@ -11,8 +11,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from megatron.base.rectangles import Rectangle
 from megatron.checkpointing.index import SAFETENSORS_NAMES, StoredPiece, dtype_name
-from megatron.checkpointing.rectangles import Rectangle
 
 
 @dataclasses.dataclass(frozen=True)

@@ -88,10 +88,9 @@ def save(trainee: Trainee, config: RunConfig, world: World) -> None:
     save_checkpoint(
         config.checkpoint.save,
         progress.iteration,
-        trainee.tensors(),
+        trainee.tensors() if mpu.get_data_parallel_rank() == 0 else {},
         state,
         mpu.rng_state(),
-        writer=mpu.get_data_parallel_rank() == 0,
         rank=world.rank,
         world_size=world.size,
         layout=layout(),

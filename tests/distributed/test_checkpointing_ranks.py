@@ -80,10 +80,9 @@ def own_state(rank: int) -> dict[str, Tensor]:
 
 def save_at(directory: Path, rank: int, world_size: int, tensor: int, iteration: int = 1, **changes: Any) -> None:
     arguments: dict[str, Any] = {
-        "tensors": parts(tensor, rank % tensor),
+        "tensors": parts(tensor, rank % tensor) if rank < tensor else {},
         "state": {"saved by": rank},
         "rank_tensors": own_state(rank),
-        "writer": rank < tensor,
         "rank": rank,
         "world_size": world_size,
         "layout": {"tensor": tensor, "data": world_size // tensor},
@@ -261,7 +260,7 @@ def train(model: Block, optimizer: Optimizer, steps: range) -> list[float]:
         optimizer.zero_grad()
         model(x).square().sum().backward()
         optimizer.reduce_gradients(4.0)
-        norms.append(optimizer.step(0.01))
+        norms.append(optimizer.step(0.01).grad_norm)
     return norms
 
 
@@ -277,7 +276,6 @@ def resume(rank: int, world_size: int, directory: str) -> None:
         tensors_of(model, optimizer),
         state,
         mpu.rng_state(),
-        writer=True,
         rank=rank,
         world_size=world_size,
         layout=layout,

@@ -11,7 +11,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def save_empty(directory: Path, iteration: int) -> None:
-    save_checkpoint(directory, iteration, {}, {}, {}, writer=True, rank=0, world_size=1, layout={})
+    save_checkpoint(directory, iteration, {}, {}, {}, rank=0, world_size=1, layout={})
 
 
 @pytest.mark.parametrize(

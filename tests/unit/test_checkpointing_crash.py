@@ -74,7 +74,7 @@ def save(directory: Path, iteration: int, value: float, rows: int = 64) -> None:
     sharding = Sharding("w", (rows, 8), None, 0)
     tensors = {"w": (torch.full((rows, 8), value), sharding)}
     own = {"rng": torch.full((8,), int(value), dtype=torch.uint8)}
-    save_checkpoint(directory, iteration, tensors, {"value": value}, own, writer=True, rank=0, world_size=1, layout={})
+    save_checkpoint(directory, iteration, tensors, {"value": value}, own, rank=0, world_size=1, layout={})
 
 
 def load(directory: Path, rows: int = 64) -> tuple[int, float]:

@@ -38,9 +38,7 @@ def directory(tmp_path: Path) -> Path:
     """A folder with two good checkpoints, of iterations 5 and 10."""
     for iteration in (5, 10):
         own = {"rng": torch.arange(9, dtype=torch.uint8)}
-        save_checkpoint(
-            tmp_path, iteration, placed(model()), {"x": 1}, own, writer=True, rank=0, world_size=1, layout={}
-        )
+        save_checkpoint(tmp_path, iteration, placed(model()), {"x": 1}, own, rank=0, world_size=1, layout={})
     load(tmp_path)
     return tmp_path
 

@@ -25,7 +25,7 @@ def whole(tensors: dict[str, Tensor]) -> Placed:
 
 
 def save_alone(directory: Path, tensors: Placed, iteration: int = 10, **changes: Any) -> Path:
-    arguments: dict[str, Any] = {"state": {}, "rank_tensors": {}, "writer": True, "layout": LAYOUT}
+    arguments: dict[str, Any] = {"state": {}, "rank_tensors": {}, "layout": LAYOUT}
     return save_checkpoint(directory, iteration, tensors, **{**arguments, **changes}, rank=0, world_size=1)
 
 

@@ -1,5 +1,6 @@
 """Arithmetic of rectangles: parts of a tensor given by an offset and a shape, one number for each dimension."""
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -60,6 +61,28 @@ def rectangles_of_range(shape: Sequence[int], begin: int, end: int) -> Iterator[
 def _in_row(shape: Sequence[int], row: int, begin: int, end: int) -> Iterator[Rectangle]:
     for inner in rectangles_of_range(shape[1:], begin, end):
         yield Rectangle((row, *inner.offset), (1, *inner.shape))
+
+
+def number_of(shape: Sequence[int], index: Sequence[int]) -> int:
+    """Which element of a tensor of `shape`, in row-major order, stands at `index`."""
+    number = 0
+    for size, i in zip(shape, index, strict=True):
+        number = number * size + i
+    return number
+
+
+def contiguous_parts(shape: Sequence[int], rectangle: Rectangle) -> Iterator[Rectangle]:
+    """`rectangle` of a tensor of `shape` cut into parts whose elements follow one another in row-major order.
+
+    They come in that order, as few as can be, and there are none of a rectangle without elements.
+    """
+    if not rectangle.size:
+        return
+    # Dimensions after `last` are held whole, so that only those before it need to be cut into single indices.
+    last = max((d for d, size in enumerate(shape) if rectangle.shape[d] != size), default=0)
+    single = [range(o, o + n) for o, n in zip(rectangle.offset[:last], rectangle.shape[:last], strict=True)]
+    for index in itertools.product(*single):
+        yield Rectangle((*index, *rectangle.offset[last:]), (*(1 for _ in index), *rectangle.shape[last:]))
 
 
 def cover_problem(shape: Sequence[int], pieces: Sequence[Rectangle]) -> str | None:

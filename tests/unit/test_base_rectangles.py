@@ -6,7 +6,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpointing.rectangles import Rectangle, cover_problem, intersection, rectangles_of_range
+from megatron.base.rectangles import (
+    Rectangle,
+    contiguous_parts,
+    cover_problem,
+    intersection,
+    number_of,
+    rectangles_of_range,
+)
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -46,6 +53,18 @@ def test_intersection(data: st.DataObject, shape: tuple[int, ...]) -> None:
     both = intersection(a, b)
     expected = set(elements(shape, a)) & set(elements(shape, b))
     assert (set(elements(shape, both)) if both else set()) == expected
+
+
+@given(st.data(), SHAPES)
+def test_contiguous_parts_are_runs_in_order_and_as_few_as_can_be(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    rectangle = data.draw(rectangles(shape))
+    parts = list(contiguous_parts(shape, rectangle))
+    for part in parts:
+        begin = number_of(shape, part.offset)
+        assert elements(shape, part) == list(range(begin, begin + part.size))
+    whole = elements(shape, rectangle)
+    assert [n for part in parts for n in elements(shape, part)] == whole
+    assert len(parts) == 1 + sum(after != before + 1 for before, after in zip(whole, whole[1:], strict=False))
 
 
 @given(st.data(), SHAPES)
