@@ -7,73 +7,85 @@ from torch import Tensor, nn
 from megatron.model.attention import SelfAttention
 from megatron.model.config import TransformerConfig
 from megatron.model.documents import DocumentLengths
+from megatron.model.dropout import dropout_stream
 from megatron.model.functions import bias_dropout_add
 from megatron.model.mlp import MLP
+from megatron.model.norm import LayerNorm
 from megatron.model.placement import Placement
 
 
-def layer_norm(config: TransformerConfig, **where: Unpack[Placement]) -> nn.LayerNorm:
-    """A norm over h, replicated on the tensor ranks."""
-    return nn.LayerNorm(
-        config.hidden_size, eps=config.layernorm_epsilon, dtype=where.get("dtype"), device=where.get("device")
-    )
+class _Layer(nn.Module):
+    """What both kinds of layer share: the addition to the residual.
 
-
-class PreNormLayer(nn.Module):
-    """`x + f(LN(x))` for attention and then for the MLP.
-
-    Forward two all-reduces, backward two. Arguments as `transformer_layer`.
+    Forward two all-reduces, backward two. With sequence parallelism forward two all-gathers and two reduce-scatters,
+    backward four (two of them of inputs that are gathered again) and two.
     """
 
-    def __init__(self, config: TransformerConfig, *, causal: bool, **where: Unpack[Placement]) -> None:
+    def __init__(self, config: TransformerConfig, **where: Unpack[Placement]) -> None:
         super().__init__()
         self.dropout = config.hidden_dropout
-        self.input_layernorm = layer_norm(config, **where)
-        self.self_attention = SelfAttention(config, causal=causal, **where)
-        self.post_attention_layernorm = layer_norm(config, **where)
+        self.sequence_parallel = where.get("sequence_parallel", False)
+
+    def add(self, x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        """`residual + dropout(x + bias)`; the masks are equal on the tensor ranks, unless each has a shard."""
+        drops = self.training and self.dropout > 0
+        with dropout_stream(sharded=drops and self.sequence_parallel):
+            return bias_dropout_add(x, bias, residual, self.dropout, drops)
+
+
+class PreNormLayer(_Layer):
+    """`x + f(LN(x))` for attention and then for the MLP. Arguments as `transformer_layer`."""
+
+    def __init__(
+        self, config: TransformerConfig, *, causal: bool, recompute_core: bool = False, **where: Unpack[Placement]
+    ) -> None:
+        super().__init__(config, **where)
+        self.input_layernorm = LayerNorm(config, **where)
+        self.self_attention = SelfAttention(config, causal=causal, recompute_core=recompute_core, **where)
+        self.post_attention_layernorm = LayerNorm(config, **where)
         self.mlp = MLP(config, **where)
 
     def forward(self, hidden: Tensor, document_lengths: DocumentLengths | None = None) -> Tensor:
-        """[s, b, h] -> [s, b, h]."""
+        """[s, b, h] -> [s, b, h], or this rank's [s/t, b, h] of both."""
         attended, bias = self.self_attention(self.input_layernorm(hidden), document_lengths)
-        hidden = bias_dropout_add(attended, bias, hidden, self.dropout, self.training)
+        hidden = self.add(attended, bias, hidden)
         transformed, bias = self.mlp(self.post_attention_layernorm(hidden))
-        return bias_dropout_add(transformed, bias, hidden, self.dropout, self.training)
+        return self.add(transformed, bias, hidden)
 
 
-class PostNormLayer(nn.Module):
+class PostNormLayer(_Layer):
     """`LN(x + f(x))` for attention and then for the MLP, as the original Transformer and BERT.
 
-    Forward two all-reduces, backward two. Arguments as `transformer_layer`.
+    Arguments as `transformer_layer`.
     """
 
-    def __init__(self, config: TransformerConfig, *, causal: bool, **where: Unpack[Placement]) -> None:
-        super().__init__()
-        self.dropout = config.hidden_dropout
-        self.self_attention = SelfAttention(config, causal=causal, **where)
-        self.post_attention_layernorm = layer_norm(config, **where)
+    def __init__(
+        self, config: TransformerConfig, *, causal: bool, recompute_core: bool = False, **where: Unpack[Placement]
+    ) -> None:
+        super().__init__(config, **where)
+        self.self_attention = SelfAttention(config, causal=causal, recompute_core=recompute_core, **where)
+        self.post_attention_layernorm = LayerNorm(config, **where)
         self.mlp = MLP(config, **where)
-        self.post_mlp_layernorm = layer_norm(config, **where)
+        self.post_mlp_layernorm = LayerNorm(config, **where)
 
     def forward(self, hidden: Tensor, document_lengths: DocumentLengths | None = None) -> Tensor:
-        """[s, b, h] -> [s, b, h]."""
+        """[s, b, h] -> [s, b, h], or this rank's [s/t, b, h] of both."""
         attended, bias = self.self_attention(hidden, document_lengths)
-        hidden = bias_dropout_add(attended, bias, hidden, self.dropout, self.training)
-        hidden = self.post_attention_layernorm(hidden)
+        hidden = self.post_attention_layernorm(self.add(attended, bias, hidden))
         transformed, bias = self.mlp(hidden)
-        hidden = bias_dropout_add(transformed, bias, hidden, self.dropout, self.training)
-        return self.post_mlp_layernorm(hidden)
+        return self.post_mlp_layernorm(self.add(transformed, bias, hidden))
 
 
 def transformer_layer(
-    config: TransformerConfig, *, causal: bool, **where: Unpack[Placement]
+    config: TransformerConfig, *, causal: bool, recompute_core: bool = False, **where: Unpack[Placement]
 ) -> PreNormLayer | PostNormLayer:
     """One layer of the kind that `config.norm_position` names.
 
     Args:
         config: the sizes and choices.
         causal: whether a position sees only itself and what is before it.
-        where: group, dtype and device of the parameters.
+        recompute_core: keep nothing of the attention itself but its result, and compute it again in the backward pass.
+        where: group, dtype and device of the parameters, and whether hidden states are a shard of the sequence.
     """
     kind = PreNormLayer if config.norm_position == "pre" else PostNormLayer
-    return kind(config, causal=causal, **where)
+    return kind(config, causal=causal, recompute_core=recompute_core, **where)

@@ -14,11 +14,12 @@ from megatron.model.placement import Placement
 class MLP(nn.Module):
     """h -> f -> h with a GELU between; each tensor rank has f/t of the inner values.
 
-    Forward one all-reduce (after the second matrix), backward one (before the first).
+    Forward one all-reduce (after the second matrix), backward one (before the first). With sequence parallelism forward
+    an all-gather and a reduce-scatter, backward two all-gathers and a reduce-scatter.
 
     Args:
         config: the sizes and the activation.
-        where: group, dtype and device of the parameters.
+        where: group, dtype and device of the parameters, and whether the input is a shard of the sequence.
     """
 
     def __init__(self, config: TransformerConfig, **where: Unpack[Placement]) -> None:
@@ -42,6 +43,9 @@ class MLP(nn.Module):
         )
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[s, b, h] -> ([s, b, h] without the bias of the second matrix, that bias [h])."""
+        """[s, b, h] -> ([s, b, h] without the bias of the second matrix, that bias [h]).
+
+        With sequence parallelism both are this rank's [s/t, b, h].
+        """
         inner, bias = self.dense_h_to_4h(hidden)  # [s, b, f/t], [f/t]
         return self.dense_4h_to_h(self.bias_activation(inner, bias))

@@ -1,0 +1,88 @@
+"""Layer norm over the hidden dimension; by NVIDIA apex's kernel on a device where that works.
+
+The only file that tries apex's norm.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Unpack
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron import mpu
+from megatron.base.apex import load_from_apex, report_unusable
+from megatron.model.config import TransformerConfig
+from megatron.model.placement import Placement
+
+_APEX = ("normalization.fused_layer_norm", "fused_layer_norm_affine")
+
+
+class LayerNorm(nn.LayerNorm):
+    """A norm over h, replicated on the tensor ranks. weight, bias: [h].
+
+    With sequence parallelism it works on a shard of the sequence, so that each rank has a term of its gradients.
+    """
+
+    def __init__(self, config: TransformerConfig, **where: Unpack[Placement]) -> None:
+        dtype, device = where.get("dtype"), where.get("device")
+        super().__init__(config.hidden_size, eps=config.layernorm_epsilon, dtype=dtype, device=device)
+        self.sharding = {
+            name: dataclasses.replace(
+                mpu.replicated(name, parameter), partial_gradient=where.get("sequence_parallel", False)
+            )
+            for name, parameter in self.named_parameters()
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., h]; mean and variance are computed and kept in float32 or wider."""
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+    """The norm of `x` [..., h] over its last dimension with `weight` and `bias` [h], in the dtype of `x`.
+
+    Raises `ConfigError` on an accelerator where the package called apex is not NVIDIA's.
+    """
+    fused = _fused_norm(x.device)
+    if fused is not None:
+        return fused(input=x, weight=weight, bias=bias, normalized_shape=weight.shape, eps=epsilon)
+    if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
+        # With 16-bit weights the kernel for CPUs would keep mean and variance for the backward pass in 16 bits.
+        weight, bias = weight.float(), bias.float()
+    return F.layer_norm(x, weight.shape, weight, bias, epsilon)
+
+
+@functools.cache
+def _fused_norm(device: torch.device) -> Callable[..., Any] | None:
+    """apex's norm where it is installed and right on `device`; None elsewhere, as on the CPU."""
+    if device.type in ("cpu", "meta"):
+        return None
+    fused = load_from_apex(*_APEX)
+    problem = None if fused is None else trial_problem(fused, device)
+    if problem is None:
+        return fused
+    report_unusable(*_APEX, problem)
+    return None
+
+
+def trial_problem(fused: Callable[..., Any], device: torch.device) -> str | None:
+    """What is wrong with apex's norm, as the norm of four numbers on `device` and its gradient show; None if nothing.
+
+    An apex that was built without its kernels can be imported, and fails when it is called.
+    """
+    x = torch.tensor([[1.0, 2.0, 4.0, 8.0]], device=device, requires_grad=True)
+    weight, bias, out = (torch.tensor(row, device=device) for row in ([1.0, 2, 3, 4], [1.0, 1, 0, 0], [1.0, 0, 2, 1]))
+    try:
+        with torch.enable_grad():
+            y = fused(input=x, weight=weight, bias=bias, normalized_shape=weight.shape, eps=1e-5)
+        expected = F.layer_norm(x, weight.shape, weight, bias, 1e-5)
+        pairs = zip(
+            (y, *torch.autograd.grad(y, x, out)), (expected, *torch.autograd.grad(expected, x, out)), strict=True
+        )
+        worst = max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
+    except Exception as error:  # whatever kernels built for another PyTorch or device may raise
+        return f"{type(error).__name__}: {error}"
+    return None if worst < 1e-3 else f"it is off by {worst:.3g} from PyTorch's norm"
