@@ -1,6 +1,6 @@
 """Buckets: parameters in one flat buffer, their gradients in another, and the collectives between data ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,8 @@ from megatron.mpu.collectives import (
     start_reduce_scatter_first_dim,
 )
 from megatron.mpu.initialize import GroupInfo
-from megatron.optimizer.segments import Layout, Range
+from megatron.optimizer.precision import PrecisionConfig
+from megatron.optimizer.segments import Entry, Layout, Range, plan
 
 
 def main_gradient(parameter: Tensor) -> Tensor:
@@ -80,3 +81,26 @@ class Bucket:
         if self.sharded:
             return start_all_gather_first_dim(self.weights[self.held.slice], self.data, out=self.weights)
         return Pending(self.weights)
+
+
+def make_buckets(
+    parameters: Mapping[str, nn.Parameter],
+    precision: PrecisionConfig,
+    size: int,
+    own: Collection[str],
+    *,
+    data: GroupInfo,
+    sharded: bool,
+) -> list[Bucket]:
+    """Move parameters, by name in the model's order, into buckets; `plan` says how, `Bucket` what comes of it."""
+    entries = [Entry(name, p.numel(), (p.dtype, p.device)) for name, p in parameters.items()]
+    buckets = []
+    for layout in plan(entries, size, data.size, own):
+        dtype = parameters[layout.slots[0].name].dtype
+        buckets.append(Bucket(layout, parameters, _gradient_dtype(dtype, precision), data, sharded))
+    return buckets
+
+
+def _gradient_dtype(dtype: torch.dtype, precision: PrecisionConfig) -> torch.dtype:
+    """Of the gradients of parameters of `dtype`: what is asked for, or else float32 at least."""
+    return precision.gradient_dtype if dtype == precision.dtype else torch.promote_types(dtype, torch.float32)

@@ -64,3 +64,13 @@ def sum_of_places(values: Mapping[int, Tensor], places: int, group: GroupInfo, d
     for place, value in values.items():
         vector[place] = value
     return all_reduce(vector, group).sum()
+
+
+def names_not_finite(buckets: Sequence[Bucket]) -> list[str]:
+    """Names of the parameters whose gradients, as far as this rank holds them, are not finite, in the model's order."""
+    return [
+        segment.name
+        for bucket in reversed(buckets)
+        for segment in reversed(bucket.layout.segments(bucket.held))
+        if not torch.isfinite(bucket.gradients[segment.range.slice]).all()
+    ]

@@ -1,28 +1,24 @@
 """The optimizer of a run: gradient buckets, reduction, clipping by the global norm, master weights, the step."""
 
 import dataclasses
-import logging
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron.mpu.initialize import SERIAL_GROUP, GroupInfo, resolve_group
 from megatron.mpu.sharding import Sharding
-from megatron.optimizer.buckets import Bucket, main_gradient
+from megatron.optimizer.buckets import main_gradient, make_buckets
 from megatron.optimizer.config import OptimizerConfig
 from megatron.optimizer.gradients import GradientReducer, sum_over_group
+from megatron.optimizer.groups import RankGroups, info
 from megatron.optimizer.loss_scaler import make_loss_scaler
-from megatron.optimizer.norm import shard_norms, sum_of_places
+from megatron.optimizer.norm import names_not_finite, shard_norms, sum_of_places
 from megatron.optimizer.parameters import ParameterGatherer
 from megatron.optimizer.precision import PrecisionConfig
-from megatron.optimizer.segments import Entry, plan
+from megatron.optimizer.state import PlacedState, state_tensors
 from megatron.optimizer.updates import BucketUpdate
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,14 +73,19 @@ class Optimizer:
         self._config, self._precision = config, precision or PrecisionConfig()
         self._parameters = _trained(model, shardings)
         self._shardings = {name: shardings[name] for name in self._parameters}
-        self._tensor, self._tensor_rank = _info(tensor_group), tensor_rank
-        self._model, self._model_rank = self._tensor, tensor_rank
-        if model_group is not None:
-            self._model, self._model_rank = _info(model_group), model_rank
-        self._data = _info(data_group)
-        self._buckets = self._make_buckets(own_buckets)
-        self._norm_group = self._choose_norm_group(_info(everyone))
-        self._reducer = GradientReducer(self._buckets, speaks=self._data.rank == 0 and tensor_rank == 0)
+        tensor = info(tensor_group, tensor_rank)
+        model_ranks = tensor if model_group is None else info(model_group, model_rank)
+        self._groups = RankGroups(info(data_group), tensor, model_ranks, info(everyone))
+        self._norm_group = self._groups.norm_group(self.sharded)
+        self._buckets = make_buckets(
+            self._parameters,
+            self._precision,
+            config.ddp_bucket_size,
+            own_buckets,
+            data=self._groups.data,
+            sharded=self.sharded,
+        )
+        self._reducer = GradientReducer(self._buckets, speaks=self._groups.data.rank == tensor.rank == 0)
         self._gatherer = ParameterGatherer(model, self._buckets, own_buckets)
         self._updates = [BucketUpdate(bucket, self._is_decayed, config) for bucket in self._buckets]
         self._scaler = make_loss_scaler(self._precision)
@@ -94,38 +95,7 @@ class Optimizer:
     @property
     def sharded(self) -> bool:
         """Whether each data rank keeps a part of the optimizer's state only."""
-        return self._config.use_distributed_optimizer and self._data.size > 1
-
-    def _make_buckets(self, own: Collection[str]) -> list[Bucket]:
-        entries = [Entry(name, p.numel(), (p.dtype, p.device)) for name, p in self._parameters.items()]
-        return [
-            Bucket(
-                layout,
-                self._parameters,
-                self._gradient_dtype(self._parameters[layout.slots[0].name].dtype),
-                self._data,
-                self.sharded,
-            )
-            for layout in plan(entries, self._config.ddp_bucket_size, self._data.size, own)
-        ]
-
-    def _gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        if dtype == self._precision.dtype:
-            return self._precision.gradient_dtype
-        return torch.promote_types(dtype, torch.float32)
-
-    def _choose_norm_group(self, everyone: GroupInfo) -> GroupInfo:
-        """The ranks that hold different pieces of the gradients."""
-        if not self.sharded:
-            return self._model
-        if everyone.size == 1 and self._model.size == 1:
-            return self._data
-        if everyone.size != self._model.size * self._data.size:
-            raise ValueError(
-                f"the group of everyone has {everyone.size} ranks: the sharded optimizer needs one of "
-                f"{self._model.size} model ranks x {self._data.size} data ranks"
-            )
-        return everyone
+        return self._config.use_distributed_optimizer and self._groups.data.size > 1
 
     def _is_decayed(self, name: str) -> bool:
         return len(self._shardings[name].global_shape) > 1
@@ -159,7 +129,7 @@ class Optimizer:
         if not divisor > 0:
             raise ValueError(f"gradients cannot be divided by {divisor}: no token of the global batch was counted")
         self._reducer.finish()
-        partial = {name for name, sharding in self._shardings.items() if getattr(sharding, "partial_gradient", False)}
+        partial = {name for name, sharding in self._shardings.items() if sharding.partial_gradient}
         sum_over_group(
             [
                 bucket.gradients[segment.range.slice]
@@ -167,7 +137,7 @@ class Optimizer:
                 for segment in bucket.layout.segments(bucket.held)
                 if segment.name in partial
             ],
-            self._tensor,
+            self._groups.tensor,
         )
         self._divisor = divisor
 
@@ -184,11 +154,11 @@ class Optimizer:
 
         One all-reduce of (model ranks x data ranks) float64 over the model group, over everyone if sharded.
         """
-        counted = {n for n, s in self._shardings.items() if self._tensor_rank == 0 or s.split_dim is not None}
+        first = self._groups.tensor.rank == 0
+        counted = {name for name, sharding in self._shardings.items() if first or sharding.split_dim is not None}
         norms = shard_norms(self._buckets, counted)
-        places = {self._model_rank * self._data.size + shard: value for shard, value in norms.items()}
-        device = self._buckets[0].gradients.device
-        total = sum_of_places(places, self._model.size * self._data.size, self._norm_group, device)
+        places = {self._groups.place(shard): value for shard, value in norms.items()}
+        total = sum_of_places(places, self._groups.places, self._norm_group, self._buckets[0].gradients.device)
         return total.sqrt().item() / (self._divisor * self.loss_scale)
 
     def step(self, lr: float) -> StepResult:
@@ -237,12 +207,7 @@ class Optimizer:
         return StepResult(norm, skipped=True)
 
     def _words_on_non_finite(self) -> str:
-        names = [
-            segment.name
-            for bucket in reversed(self._buckets)
-            for segment in reversed(bucket.layout.segments(bucket.held))
-            if not torch.isfinite(bucket.gradients[segment.range.slice]).all()
-        ]
+        names = names_not_finite(self._buckets)
         if not names:
             return "all gradients of this rank are finite"
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -293,25 +258,14 @@ class Optimizer:
                 self._gatherer.start(number)
         self._gatherer.wait()
 
-    def state_tensors(self) -> dict[str, tuple[Tensor, Sharding]]:
+    def state_tensors(self) -> PlacedState:
         """The optimizer's state and where it belongs, as `optimizer.exp_avg.NAME` and so on.
 
-        They exist before the first step and are filled in place by a load.
+        They have the parameters' shapes, or are the 1-D ranges of them that this rank holds if sharded. They exist
+        before the first step and are filled in place by a load.
         """
         self._gatherer.wait()
-        found: dict[str, dict[str, tuple[Tensor, Sharding]]] = {name: {} for name in self._parameters}
-        for update in self._updates:
-            for kind, tensors in update.state.items():
-                for segment, tensor in zip(update.segments, tensors, strict=True):
-                    full_name = f"optimizer.{kind}.{segment.name}"
-                    sharding = dataclasses.replace(self._shardings[segment.name], name=full_name)
-                    shape = self._parameters[segment.name].shape
-                    found[segment.name][full_name] = (tensor.view(shape), sharding)
-        return {name: placed for of_one in found.values() for name, placed in of_one.items()}
-
-
-def _info(group: ProcessGroup | None) -> GroupInfo:
-    return SERIAL_GROUP if group is None else resolve_group(group)
+        return state_tensors(self._updates, self._parameters, self._shardings)
 
 
 def _trained(model: nn.Module, shardings: Mapping[str, Sharding]) -> dict[str, nn.Parameter]:

@@ -118,9 +118,11 @@ def plan(entries: Iterable[Entry], bucket_size: int, ranks: int, own: Collection
 
 
 def _groups(entries: Iterable[Entry], bucket_size: int, own: Collection[str]) -> list[list[Entry]]:
+    """The entries of each bucket; first those that backward completes first."""
+    backward = list(reversed(list(entries)))
     groups: list[list[Entry]] = []
     running: dict[Hashable, list[Entry]] = {}
-    for entry in reversed(list(entries)):
+    for entry in backward:
         if entry.name in own:
             groups.append([entry])
             continue
@@ -128,7 +130,8 @@ def _groups(entries: Iterable[Entry], bucket_size: int, own: Collection[str]) ->
         group.append(entry)
         if sum(e.size for e in group) >= bucket_size:
             groups.append(running.pop(entry.kind))
-    return groups + list(running.values())
+    places = {entry.name: place for place, entry in enumerate(backward)}
+    return sorted([*groups, *running.values()], key=lambda group: places[group[-1].name])
 
 
 def _layout(group: list[Entry], ranks: int) -> Layout:
