@@ -1,0 +1,65 @@
+# shellcheck shell=bash
+# What the pretraining examples share; to be sourced by them. They say what a run is, this says how it is started:
+#
+#   DRY_RUN=1     print the command that would be run, and run nothing
+#   TOY=1         the same command at toy size on ranks of this machine's CPU, with data made for it in a new folder
+#                 (TOY_FOLDER, if set); DATA_PATH, VOCAB_FILE, MERGE_FILE and SAVE are not read
+#
+# Arguments of an example are further flags of pretrain_gpt.py; they win over its own.
+
+declare -A meaning=(
+  [DATA_PATH]="the token set, its .bin and .idx files without the extension, or a blend, '0.7 books 0.3 web'"
+  [VOCAB_FILE]="GPT-2's vocab.json, with which the token set was made"
+  [MERGE_FILE]="GPT-2's merges.txt, with which the token set was made"
+  [SAVE]="the folder of checkpoints; a run that finds one there continues it"
+  [TOY_FOLDER]="the folder that the nodes of a toy run share"
+  [MASTER_ADDR]="name or address of the first node, that of NODE_RANK 0, the same on every node"
+  [NODE_RANK]="this node's number, from 0, another one on every node"
+)
+
+is_toy() { [ "${TOY:-0}" = 1 ]; }
+
+# refuse SENTENCE ...: ends the script with all that is wrong at once.
+refuse() {
+  local sentence
+  for sentence in "$@"; do printf '%s: %s\n' "$(basename "$0")" "$sentence" >&2; done
+  exit 2
+}
+
+# require NAME ...: refuses unless the variables named are set and torchrun can be called.
+require() {
+  local name found=()
+  for name in "$@"; do
+    [ -n "${!name:-}" ] || found+=("$name is not set: ${meaning[$name]}")
+  done
+  command -v torchrun >/dev/null ||
+    found+=("torchrun is not on PATH: activate the environment that this repository is installed in (pip install -e .)")
+  [ ${#found[@]} -eq 0 ] || refuse "${found[@]}"
+}
+
+# make_toy_data REPOSITORY: a tokenizer and a token set from this repository's own prose, by the tools that make real
+# ones, on the first node; sets DATA_PATH, VOCAB_FILE, MERGE_FILE and SAVE.
+# shellcheck disable=SC2034  # they are read by who sources this
+make_toy_data() {
+  local folder=${TOY_FOLDER:-$(mktemp -d)}
+  DATA_PATH=$folder/toy_text_document VOCAB_FILE=$folder/vocab.json MERGE_FILE=$folder/merges.txt
+  SAVE=$folder/checkpoints
+  if [ "${NODE_RANK:-0}" != 0 ] || [ -e "$DATA_PATH.idx" ] || [ "${DRY_RUN:-0}" = 1 ]; then return; fi
+  echo "toy size: tokenizer, token set and checkpoints are in $folder"
+  mkdir -p "$folder"
+  grep -h . "$1/LICENSE" "$1/README.md" >"$folder/toy.txt" # without empty lines, which are no documents
+  python "$1/tools/train_tokenizer.py" --input "$folder/toy.txt" --vocab-size 300 --output-dir "$folder"
+  python "$1/tools/preprocess_data.py" --input "$folder/toy.txt" --output-prefix "$folder/toy" --append-eod \
+    --tokenizer-type GPT2BPETokenizer --vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE"
+}
+
+# launch WORD ...: becomes the command of these words, or prints it with DRY_RUN=1.
+launch() {
+  if [ "${DRY_RUN:-0}" = 1 ]; then
+    printf '%q ' "$@"
+    echo
+  else
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # a rank's work is done by its GPU, or it shares the CPU with others
+    exec "$@"
+  fi
+}
