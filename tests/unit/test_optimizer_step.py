@@ -59,6 +59,31 @@ def test_weights_and_norms_follow_the_formulas() -> None:
         assert_close(list(model.parameters()), weights, 1e-12)
 
 
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_follows_the_plain_optimizers_of_pytorch(kind: str) -> None:
+    model = make_model().double()
+    config = OptimizerConfig(optimizer=kind, weight_decay=0.1, sgd_momentum=0.8, clip_grad=0.5, ddp_bucket_size=30)
+    optimizer = Optimizer(model, parameter_shardings(model), config)
+    twin = copy.deepcopy(model)
+    groups = [
+        {"params": [p for p in twin.parameters() if (p.dim() > 1) == matrix], "weight_decay": 0.1 if matrix else 0.0}
+        for matrix in (True, False)
+    ]
+    plain: torch.optim.Optimizer
+    if kind == "adam":
+        plain = torch.optim.AdamW(groups, lr=0.05, foreach=False, fused=False)
+    else:
+        plain = torch.optim.SGD(groups, lr=0.05, momentum=0.8, foreach=False, fused=False)
+    for step in range(5):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        plain.zero_grad()
+        (twin(x).square().sum() / 8).backward()
+        norm = nn.utils.clip_grad_norm_(twin.parameters(), 0.5).item()
+        plain.step()
+        assert train(model, optimizer, range(step, step + 1)) == pytest.approx([norm], rel=1e-12)
+    assert_close(list(model.parameters()), list(twin.parameters()), 1e-12)
+
+
 def test_without_clipping_the_norm_is_still_reported() -> None:
     clipped, free = make_model(), make_model()
     norms = [
