@@ -2,11 +2,14 @@
 
 from megatron.checkpointing.config import CheckpointConfig, iteration_to_load
 from megatron.checkpointing.load import LoadedState, load_checkpoint, read_state
+from megatron.checkpointing.placed import Place, Placed
 from megatron.checkpointing.save import SaveError, save_checkpoint
 
 __all__ = [
     "CheckpointConfig",
     "LoadedState",
+    "Place",
+    "Placed",
     "SaveError",
     "iteration_to_load",
     "load_checkpoint",

@@ -9,20 +9,18 @@ from importlib import metadata
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron import mpu
 from megatron.base.complaints import raise_joined
 from megatron.base.config import flag_name
-from megatron.checkpointing import iteration_to_load, load_checkpoint, read_state, save_checkpoint
+from megatron.checkpointing import Placed, iteration_to_load, load_checkpoint, read_state, save_checkpoint
 from megatron.optimizer import Optimizer
 from megatron.training.config import RunConfig
 from megatron.training.setup import World
 
 # What the order of the samples depends on beside the seed and the number of samples.
 _ORDERING = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "split", "seq_length")
-
-Placed = dict[str, tuple[Tensor, mpu.Sharding]]
 
 
 @dataclasses.dataclass

@@ -62,8 +62,43 @@ def test_warmup_fraction_is_of_the_decay() -> None:
     assert rates(by_fraction, 50) == rates(by_iterations, 50)
 
 
+def test_samples_are_iterations_times_their_batch() -> None:
+    """Also beside each other, and with training given in samples."""
+    by_iterations = ScheduleConfig(lr=1.0, lr_decay_iters=40, lr_warmup_iters=10)
+    expected = rates(by_iterations, 50)
+    for changes in (
+        {"lr_decay_samples": 320, "lr_warmup_samples": 80},
+        {"lr_decay_iters": 40, "lr_warmup_samples": 80},
+        {"lr_decay_samples": 320, "lr_warmup_iters": 10},
+        {"lr_decay_samples": 320, "lr_warmup_fraction": 0.25},
+    ):
+        assert rates(ScheduleConfig(lr=1.0, **changes), 50) == expected
+    config = ScheduleConfig(lr=1.0, lr_warmup_iters=10)
+    given = [learning_rate(config, i * 8, train_samples=320, global_batch_size=8) for i in range(50)]
+    assert given == expected
+
+
+def test_inverse_square_root() -> None:
+    config = ScheduleConfig(lr=1.0, min_lr=0.4, lr_decay_style="inverse-square-root", lr_warmup_iters=2)
+    expected = [
+        0,
+        0.5,
+        1,
+        (2 / 3) ** 0.5,
+        0.5**0.5,
+        (2 / 5) ** 0.5,
+        (2 / 6) ** 0.5,
+        (2 / 7) ** 0.5,
+        0.5,
+        (2 / 9) ** 0.5,
+    ]
+    assert rates(config, 11) == pytest.approx([*expected, 0.4])
+    at_once = ScheduleConfig(lr=1.0, lr_decay_style="inverse-square-root")
+    assert rates(at_once, 5) == pytest.approx([1, 1, 0.5**0.5, (1 / 3) ** 0.5, 0.5])
+
+
 @given(
-    style=st.sampled_from(["constant", "linear", "cosine"]),
+    style=st.sampled_from(["constant", "linear", "cosine", "inverse-square-root"]),
     decay=st.integers(1, 50),
     warmup=st.floats(0, 1),
     floor=st.floats(0, 1),
@@ -87,9 +122,15 @@ def test_rises_to_the_peak_and_falls_to_the_floor(
         ({"min_lr": 2.0}, ["--min-lr 2.0", "--lr 1.0"]),
         ({"lr": -1.0}, ["--lr -1.0"]),
         ({"lr": math.nan}, ["--lr nan"]),
-        ({"lr_decay_style": "square"}, ["--lr-decay-style square", "constant, linear, cosine"]),
+        ({"lr_decay_style": "square"}, ["--lr-decay-style square", "constant, linear, cosine, inverse-square-root"]),
         ({"lr_warmup_iters": 11, "lr_decay_iters": 10}, ["--lr-warmup-iters 11", "--lr-decay-iters 10"]),
         ({"lr_warmup_iters": 1, "lr_warmup_fraction": 0.1}, ["--lr-warmup-fraction 0.1", "--lr-warmup-iters 1"]),
+        ({"lr_warmup_iters": 1, "lr_warmup_samples": 8}, ["--lr-warmup-iters 1 and --lr-warmup-samples 8"]),
+        ({"lr_warmup_fraction": 0.0, "lr_warmup_samples": 8}, ["--lr-warmup-fraction 0.0 and --lr-warmup-samples 8"]),
+        ({"lr_decay_iters": 1, "lr_decay_samples": 8}, ["--lr-decay-iters 1 and --lr-decay-samples 8"]),
+        ({"lr_warmup_samples": 11, "lr_decay_samples": 10}, ["--lr-warmup-samples 11", "--lr-decay-samples 10"]),
+        ({"lr_decay_samples": 0}, ["--lr-decay-samples 0"]),
+        ({"lr_warmup_samples": -1}, ["--lr-warmup-samples -1"]),
         ({"lr_warmup_fraction": 1.5}, ["--lr-warmup-fraction 1.5"]),
         ({"lr_warmup_iters": -1}, ["--lr-warmup-iters -1"]),
         ({"lr_decay_iters": 0}, ["--lr-decay-iters 0"]),
@@ -113,3 +154,16 @@ def test_warmup_longer_than_training() -> None:
     (problem,) = config.training_problems(10)
     assert "--lr-warmup-iters 11" in problem and "--train-iters 10" in problem
     assert ScheduleConfig(lr=1.0, lr_warmup_iters=11, lr_decay_iters=20).training_problems(10) == []
+
+
+def test_warmup_and_training_in_different_units() -> None:
+    config = ScheduleConfig(lr=1.0, lr_warmup_samples=81)
+    assert config.training_problems(10, global_batch_size=9) == []
+    (problem,) = config.training_problems(10, global_batch_size=8)
+    assert problem == "--lr-warmup-samples 81: it must not be above --train-iters 10 at 8 samples an iteration"
+    (problem,) = config.training_problems(None, train_samples=80)
+    assert problem == "--lr-warmup-samples 81: it must not be above --train-samples 80"
+    mixed = ScheduleConfig(lr=1.0, lr_warmup_iters=11, lr_decay_samples=80)
+    assert mixed.training_problems(100, global_batch_size=7) == []
+    (problem,) = mixed.training_problems(100, global_batch_size=8)
+    assert problem == "--lr-warmup-iters 11: it must not be above --lr-decay-samples 80 at 8 samples an iteration"
