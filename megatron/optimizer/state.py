@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from megatron.mpu.sharding import Sharding
 from megatron.optimizer.placement import FlatSharding
-from megatron.optimizer.segments import Segment
+from megatron.optimizer.segments import Range
 from megatron.optimizer.updates import BucketUpdate
 
 PlacedState = dict[str, tuple[Tensor, Sharding | FlatSharding]]
@@ -19,22 +20,25 @@ def state_tensors(
     """What `updates` keep, as `optimizer.KIND.PARAMETER`, in the order of `parameters`.
 
     A tensor has its parameter's shape; where a bucket is sharded it is the 1-D range of the parameter that this rank
-    holds, and parameters that it holds nothing of are left out.
+    holds, without elements where it holds nothing of it, so that all ranks know all names.
     """
     found: dict[str, PlacedState] = {name: {} for name in parameters}
     for update in updates:
         for kind, tensors in update.state.items():
-            for segment, tensor in zip(update.segments, tensors, strict=True):
-                name = f"optimizer.{kind}.{segment.name}"
-                sharding = dataclasses.replace(shardings[segment.name], name=name)
-                shape = tuple(parameters[segment.name].shape)
-                found[segment.name][name] = _placed(tensor, sharding, shape, segment, update.bucket.sharded)
+            held = dict(zip([segment.name for segment in update.segments], tensors, strict=True))
+            parts = {segment.name: segment.part for segment in update.segments}
+            for slot in update.bucket.layout.slots:
+                name, part = f"optimizer.{kind}.{slot.name}", parts.get(slot.name, Range(0, 0))
+                tensor = held[slot.name] if part.size else torch.empty(0, dtype=update.dtype)
+                sharding = dataclasses.replace(shardings[slot.name], name=name)
+                shape = tuple(parameters[slot.name].shape)
+                found[slot.name][name] = _placed(tensor, sharding, shape, part, update.bucket.sharded)
     return {name: placed for of_one in found.values() for name, placed in of_one.items()}
 
 
 def _placed(
-    tensor: Tensor, sharding: Sharding, shape: tuple[int, ...], segment: Segment, sharded: bool
+    tensor: Tensor, sharding: Sharding, shape: tuple[int, ...], part: Range, sharded: bool
 ) -> tuple[Tensor, Sharding | FlatSharding]:
     if sharded:
-        return tensor, FlatSharding(sharding, shape, segment.part.begin, segment.part.end)
+        return tensor, FlatSharding(sharding, shape, part.begin, part.end)
     return tensor.view(shape), sharding

@@ -44,6 +44,11 @@ class BucketUpdate:
             self.state[MASTER_WEIGHT] = self._updater.parameters
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of everything in `state`."""
+        return self._main.dtype
+
+    @property
     def has_masters(self) -> bool:
         """Whether there are master weights apart from the parameters."""
         return self._main is not self._weights
