@@ -57,17 +57,17 @@ def _split_first(x: torch.Tensor, info: GroupInfo) -> torch.Tensor:
 
 
 class _Copy(torch.autograd.Function):
-    """forward identity, backward all-reduce. `in_place`: the gradient that will arrive is nobody else's."""
+    """forward identity, backward all-reduce."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, info: GroupInfo, in_place: bool) -> torch.Tensor:
-        ctx.info, ctx.in_place = info, in_place
+    def forward(ctx: Any, x: torch.Tensor, info: GroupInfo) -> torch.Tensor:
+        ctx.info = info
         return x.view_as(x)
 
     @staticmethod
     @backward_once
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _reduced(grad, ctx.info, ctx.in_place), None, None
+        return _reduced(grad, ctx.info, in_place=False), None
 
 
 class _Reduce(torch.autograd.Function):
@@ -156,16 +156,13 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return all_gather_first_dim(grad, ctx.info), None
 
 
-def copy_to_tensor_model_parallel_region(
-    x: torch.Tensor, group: Group = None, *, owns_gradient: bool = False
-) -> torch.Tensor:
+def copy_to_tensor_model_parallel_region(x: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Forward identity, backward all-reduce: the entrance of a region whose ranks each use all of `x`.
 
-    `owns_gradient` promises that the result goes into one operation that makes a fresh gradient (a matrix product),
-    which may then be reduced in place; without it the gradient is copied first.
+    A linear map has its entrance in it, `parallel_linear`, where the all-reduce runs beside a product.
     """
     info = resolve_group(group)
-    return x if info.size == 1 else apply(_Copy, x, info, owns_gradient)
+    return x if info.size == 1 else apply(_Copy, x, info)
 
 
 def reduce_from_tensor_model_parallel_region(

@@ -95,9 +95,9 @@ def parameter_shardings(model: nn.Module) -> dict[str, Sharding]:
     }
 
 
-def replicated(name: str, parameter: torch.Tensor) -> Sharding:
-    """The sharding of a parameter that every tensor rank holds whole."""
-    return Sharding(name, tuple(parameter.shape), None, 0)
+def replicated(name: str, parameter: torch.Tensor, partial_gradient: bool = False) -> Sharding:
+    """The sharding of a parameter that every tensor rank holds whole; `partial_gradient` as in `Sharding`."""
+    return Sharding(name, tuple(parameter.shape), None, 0, partial_gradient=partial_gradient)
 
 
 def mirror_attributes(model: nn.Module) -> None:
