@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megatron.base.formulas import model_flops
+from megatron.base.formulas import hardware_flops, model_flops
 from megatron.data import build_gpt_datasets
 from megatron.model import GPTModel, build_gpt
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -28,7 +28,15 @@ from megatron.training.step import Batch
 
 def provide_model(config: RunConfig, vocab_size: int, dtype: torch.dtype, device: torch.device) -> GPTModel:
     """This rank's part of the model, its weights drawn from the seed alike for every layout."""
-    return build_gpt(config.model, vocab_size, config.training.seed, dtype=dtype, device=device)
+    return build_gpt(
+        config.model,
+        vocab_size,
+        config.training.seed,
+        dtype=dtype,
+        device=device,
+        sequence_parallel=config.distributed.sequence_parallel,
+        recompute=config.recompute,
+    )
 
 
 def provide_datasets(config: RunConfig, tokenizer: Tokenizer, counts: SampleCounts) -> Datasets:
@@ -54,31 +62,34 @@ def forward_step(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     return (losses * mask).sum(), mask.sum()
 
 
-def flops_per_sample(config: RunConfig, vocab_size: int) -> int:
-    """Floating-point operations of one sample, forward and backward, nothing recomputed."""
-    model = config.model
-    return model_flops(
-        1,
-        config.data.seq_length,
-        model.num_layers,
-        model.hidden_size,
-        vocab_size,
-        model.ffn_size,
-        model.projection_size,
+def flops_per_sample(config: RunConfig, vocab_size: int) -> tuple[int, int]:
+    """Floating-point operations of one sample, forward and backward: the model's, and with what is recomputed."""
+    model, recompute = config.model, config.recompute
+    sizes = (1, config.data.seq_length, model.num_layers, model.hidden_size, vocab_size)
+    shape = (model.ffn_size, model.projection_size)
+    some = recompute.granularity == "full" and recompute.method == "block"
+    executed = hardware_flops(
+        *sizes,
+        *shape,
+        recompute_granularity=recompute.granularity,
+        recomputed_layers=recompute.recompute_num_layers if some else None,
     )
+    return model_flops(*sizes, *shape), executed
 
 
 def train(config: RunConfig, observers: Sequence[Observer] = ()) -> Trainee:
     """Train as `config` says, on every rank of the launcher's world alike."""
     with mistakes():
         tokenizer = build_tokenizer(config.tokenizer)
+    flops, executed = flops_per_sample(config, tokenizer.vocab_size)
     return pretrain(
         config,
         model_provider=functools.partial(provide_model, config, tokenizer.vocab_size),
         dataset_provider=functools.partial(provide_datasets, config, tokenizer),
         forward_step=forward_step,
         vocab_size=tokenizer.vocab_size,
-        flops_per_sample=flops_per_sample(config, tokenizer.vocab_size),
+        flops_per_sample=flops,
+        hardware_flops_per_sample=executed,
         observers=observers,
     )
 

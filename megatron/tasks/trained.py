@@ -10,13 +10,14 @@ from megatron import mpu
 from megatron.base.compose import make_section
 from megatron.checkpointing import load_checkpoint, read_state
 from megatron.model import GPTModel, TransformerConfig
+from megatron.optimizer import PrecisionConfig
 from megatron.tokenizer import Tokenizer, TokenizerConfig
 from megatron.training.state import layout
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredConfig:
-    """The part of a checkpoint's config that its use needs."""
+    """The part of a checkpoint's config that its use needs; `dtype` is the one in which its weights are stored."""
 
     model: TransformerConfig
     tokenizer: TokenizerConfig
@@ -29,7 +30,7 @@ def stored_config(directory: str | os.PathLike[str]) -> StoredConfig:
     return StoredConfig(
         make_section(TransformerConfig, config["model"]),
         make_section(TokenizerConfig, config["tokenizer"]),
-        getattr(torch, config["training"]["params_dtype"]),
+        make_section(PrecisionConfig, config["precision"]).dtype,
     )
 
 
@@ -42,10 +43,15 @@ def end_of_document(tokenizer: Tokenizer) -> int | None:
 
 
 def load_gpt(
-    directory: str | os.PathLike[str], stored: StoredConfig, vocab_size: int, device: torch.device
+    directory: str | os.PathLike[str],
+    stored: StoredConfig,
+    vocab_size: int,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
 ) -> GPTModel:
     """The GPT of the newest checkpoint below `directory`, in evaluation mode, split as the current tensor group is.
 
+    Its weights become `dtype`; where that is None, weights of 16 bits become float32, in which any device calculates.
     Raises ValueError where a tensor is missing, damaged or of another shape.
     """
     model = GPTModel(stored.model, vocab_size, dtype=stored.dtype, device="meta").to_empty(device=device)
@@ -53,4 +59,4 @@ def load_gpt(
     shardings = mpu.parameter_shardings(model)
     tensors = {name: (p.detach(), shardings[name]) for name, p in model.named_parameters()}
     load_checkpoint(directory, tensors, rank=torch.distributed.get_rank(), layout=layout(), skip=("optimizer.",))
-    return model.eval()
+    return model.to(dtype or torch.promote_types(stored.dtype, torch.float32)).eval()

@@ -204,7 +204,7 @@ def _parser_of(composed: type[ComposedConfig], prog: str | None) -> Parser:
         add_config_flags(parser, config_class)
     for words, reason in composed.ignored_flags.items():
         name, *value = words.split()
-        kind: dict[str, Any] = {"metavar": value[0]} if value else {"action": "store_true"}
+        kind: dict[str, Any] = {"metavar": value[0], "nargs": "?"} if value else {"action": "store_true"}
         parser.add_argument("--" + name, default=argparse.SUPPRESS, help=f"accepted and ignored: {reason}", **kind)
     # torch.distributed.launch passes it; the environment says the same.
     parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)

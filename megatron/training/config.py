@@ -16,9 +16,12 @@ from megatron.checkpointing.config import CheckpointConfig
 from megatron.data.batch_sizes import BatchSchedule, RampUp
 from megatron.data.config import DataConfig
 from megatron.model.config import TransformerConfig
+from megatron.model.recompute import RecomputeConfig
 from megatron.optimizer.config import OptimizerConfig
+from megatron.optimizer.precision import PrecisionConfig
 from megatron.optimizer.schedule import ScheduleConfig
 from megatron.tokenizer import TokenizerConfig
+from megatron.training.foreign_flags import IGNORED, UNSUPPORTED
 from megatron.training.observers import LoggingConfig
 from megatron.training.setup import DistributedConfig
 
@@ -32,7 +35,8 @@ class TrainingConfig(Config):
         "samples of one forward pass on one rank",
         aliases=["batch-size"],
     )
-    train_iters: int = flag(dataclasses.MISSING, "iterations to train in all")
+    train_iters: int | None = flag(None, "iterations to train in all; or give --train-samples")
+    train_samples: int | None = flag(None, "samples to train on in all, in place of --train-iters")
     global_batch_size: int | None = flag(
         None,
         "samples of one iteration over all ranks; micro batch times data-parallel size if not given",
@@ -41,11 +45,6 @@ class TrainingConfig(Config):
         None, "start, increment, samples: begin with smaller global batches and reach the full one after that many"
     )
     seed: int = flag(1234, "seed of weights, dropout and data order")
-    params_dtype: str = flag(
-        "float32",
-        "number format of weights and arithmetic",
-        choices=["float32", "float64"],
-    )
     loss_normalization: str = flag(
         "tokens",
         "tokens: divide by the counted tokens of the global batch; microbatch: mean of micro-batch means",
@@ -55,6 +54,9 @@ class TrainingConfig(Config):
     eval_iters: int = flag(100, "global batches of one evaluation; 0 for none")
     eval_at_start: bool = flag(False, "evaluate before the first iteration too")
     exit_interval: int | None = flag(None, "end the run when the iteration is a multiple of this")
+    check_for_nan_in_loss: bool = flag(
+        True, "end the run at a loss that is not finite, naming rank and samples; --fp16 skips the step instead"
+    )
 
     @property
     def ramp_up(self) -> RampUp | None:
@@ -62,7 +64,7 @@ class TrainingConfig(Config):
         return None if self.rampup_batch_size is None else RampUp(*self.rampup_batch_size)
 
     def problems(self) -> list[str]:
-        found = choice_problems(self)
+        found = choice_problems(self) + self._length_problems()
         if self.rampup_batch_size is not None and len(self.rampup_batch_size) != 3:
             words = " ".join(map(str, self.rampup_batch_size))
             found.append(f"--rampup-batch-size {words}: it takes three numbers: start, increment, samples")
@@ -71,11 +73,20 @@ class TrainingConfig(Config):
             1,
             "micro_batch_size",
             "global_batch_size",
+            "train_samples",
             "eval_interval",
             "exit_interval",
         )
         found += minimum_problems(self, 0, "train_iters", "eval_iters")
         return found + range_problems(self, 0, 2**32, "seed")  # what NumPy's generator takes
+
+    def _length_problems(self) -> list[str]:
+        iters, samples = self.train_iters, self.train_samples
+        if iters is None and samples is None:
+            return ["--train-iters is not given, and neither is --train-samples: give one of them"]
+        if iters is not None and samples is not None:
+            return [f"--train-iters {iters} and --train-samples {samples}: give one of them"]
+        return []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,22 +98,6 @@ class BatchSizes:
     num_micro_batches: int
 
 
-# Flags of Megatron-LM 2.5 and later for what is not here: a launch script that relies on them must not start.
-_UNSUPPORTED = frozenset(
-    """
-    fp16 bf16 loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis fp32-residual-connection
-    accumulate-allreduce-grads-in-fp32 fp16-lm-cross-entropy checkpoint-activations checkpoint-num-layers
-    distribute-checkpointed-activations recompute-granularity recompute-method recompute-num-layers
-    pipeline-model-parallel-size num-layers-per-virtual-pipeline-stage sequence-parallel use-distributed-optimizer
-    overlap-grad-reduce overlap-param-gather untie-embeddings-and-output-weights DDP-impl optimizer sgd-momentum
-    finetune no-load-optim no-load-rng no-save-optim no-save-rng ckpt-step train-samples lr-decay-samples
-    lr-warmup-samples override-lr-scheduler use-checkpoint-lr-scheduler exit-duration-in-mins exit-signal-handler
-    apply-residual-connection-post-layernorm openai-gelu init-method-xavier-uniform log-params-norm
-    log-num-zeros-in-grad
-    """.split()  # noqa: SIM905 - as a list it would be a page
-)
-
-
 @dataclasses.dataclass(frozen=True)
 class RunConfig(ComposedConfig):
     """All flags of a pretraining run, from the command line or --config FILE.yaml.
@@ -112,7 +107,9 @@ class RunConfig(ComposedConfig):
 
     distributed: DistributedConfig
     model: TransformerConfig
+    recompute: RecomputeConfig
     training: TrainingConfig
+    precision: PrecisionConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     tokenizer: TokenizerConfig
@@ -120,12 +117,8 @@ class RunConfig(ComposedConfig):
     checkpoint: CheckpointConfig
     logging: LoggingConfig
 
-    # Flags of Megatron-LM that mean nothing here; accepted with a line, so that old scripts start.
-    ignored_flags: ClassVar[Mapping[str, str]] = {
-        "adlr-autoresume": "it belongs to one site's scheduler",
-        "use-cpu-initialization": "weights are always drawn on the CPU, equal for every layout",
-    }
-    unsupported_flags: ClassVar[frozenset[str]] = _UNSUPPORTED
+    ignored_flags: ClassVar[Mapping[str, str]] = IGNORED
+    unsupported_flags: ClassVar[frozenset[str]] = UNSUPPORTED
 
     def data_parallel_size(self, world_size: int) -> int:
         """Replicas of the model in a world of `world_size` ranks."""
@@ -145,6 +138,19 @@ class RunConfig(ComposedConfig):
         total = schedule.global_batch_size if consumed_samples is None else schedule.size(consumed_samples)
         return BatchSizes(total, micro, total // (micro * self.data_parallel_size(world_size)))
 
+    def iterations(self, world_size: int, iteration: int = 0, consumed_samples: int = 0) -> int:
+        """The iteration at which a run ends that has come to `iteration` with `consumed_samples` samples."""
+        if self.training.train_iters is not None:
+            return self.training.train_iters
+        assert self.training.train_samples is not None
+        return iteration + self.batch_schedule(world_size).batches_until(self.training.train_samples, consumed_samples)
+
+    def samples(self, world_size: int) -> int:
+        """The samples of all iterations of a run from its start."""
+        if self.training.train_samples is not None:
+            return self.training.train_samples
+        return self.batch_schedule(world_size).consumed_after(self.iterations(world_size))
+
     @combines("model", "distributed")
     def _model_problems(self, world_size: int) -> list[str]:
         return self.model.tensor_problems(self.distributed.tensor_model_parallel_size)
@@ -156,9 +162,26 @@ class RunConfig(ComposedConfig):
             [] if length <= most else [f"--seq-length {length}: it must not be above --max-position-embeddings {most}"]
         )
 
-    @combines("schedule", "training")
+    @combines("data", "distributed")
+    def _sequence_problems(self, world_size: int) -> list[str]:
+        length, t = self.data.seq_length, self.distributed.tensor_model_parallel_size
+        if not self.distributed.sequence_parallel or length % t == 0:
+            return []
+        return [
+            f"--seq-length {length}: with --sequence-parallel it must be a multiple of --tensor-model-parallel-size {t}"
+        ]
+
+    @combines("model", "recompute", "distributed")
+    def _recompute_problems(self, world_size: int) -> list[str]:
+        ranks = self.distributed
+        return self.recompute.layout_problems(
+            self.model.num_layers, ranks.tensor_model_parallel_size, ranks.sequence_parallel
+        )
+
+    @combines("schedule", "training", "distributed")
     def _schedule_problems(self, world_size: int) -> list[str]:
-        return self.schedule.training_problems(self.training.train_iters)
+        batch = self.batch_schedule(world_size).global_batch_size or None  # 0 where the ranks are too few
+        return self.schedule.training_problems(self.training.train_iters, self.training.train_samples, batch)
 
     @combines("training", "distributed")
     def _batch_problems(self, world_size: int) -> list[str]:
@@ -173,7 +196,13 @@ class RunConfig(ComposedConfig):
                 f"--global-batch-size {total}: it must be a multiple of --micro-batch-size {micro} times "
                 f"the data-parallel size {data}"
             ]
-        return self._ramp_up_problems(world_size)
+        return self._ramp_up_problems(world_size) or self._too_few_samples(world_size)
+
+    def _too_few_samples(self, world_size: int) -> list[str]:
+        samples, first = self.training.train_samples, self.batch_schedule(world_size).size(0)
+        if samples is None or samples >= first:
+            return []
+        return [f"--train-samples {samples}: it must be at least {first}, one global batch"]
 
     def _ramp_up_problems(self, world_size: int) -> list[str]:
         ramp, together = self.training.ramp_up, self.training.micro_batch_size * self.data_parallel_size(world_size)

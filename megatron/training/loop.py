@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import distributed as dist
 
 from megatron import mpu
-from megatron.optimizer import Optimizer, learning_rate
+from megatron.optimizer import Optimizer
 from megatron.training.config import BatchSizes, RunConfig
 from megatron.training.failure import mistakes
 from megatron.training.observers import Audience, Observer, configured_observers
@@ -19,15 +20,15 @@ from megatron.training.run import (
     ModelProvider,
     Run,
     check_lengths,
+    check_precision,
     check_progress,
     check_replicas,
     check_vocabulary,
-    params_dtype,
     sample_counts,
 )
 from megatron.training.setup import World, distributed_world, world_size
 from megatron.training.state import RunState, Trainee, restore, save
-from megatron.training.step import Batch, ForwardStep, Step, evaluate, train_step
+from megatron.training.step import Batch, ForwardStep, NonFiniteLoss, Step, evaluate, train_step
 from megatron.training.throughput import Interval, memory_gib
 
 # exp of a larger number is no float.
@@ -42,6 +43,7 @@ def pretrain(
     forward_step: ForwardStep,
     vocab_size: int,
     flops_per_sample: float | None = None,
+    hardware_flops_per_sample: float | None = None,
     observers: Sequence[Observer] = (),
 ) -> Trainee:
     """Train a model as `config` says, on every rank of the launcher's world alike.
@@ -56,6 +58,7 @@ def pretrain(
         vocab_size: real size of the vocabulary, without padding; no token id of the data may reach it.
         flops_per_sample: floating-point operations of one sample, forward and backward, for the log line's TFLOP/s and
             MFU, which are left out without it.
+        hardware_flops_per_sample: those that are executed, with recomputation, for the log line's HFU.
         observers: watch the run beside those that the flags ask for; called on the reporting rank alone.
 
     Returns what was trained. Raises `ConfigError` (a `ValueError`) for mistakes of the user; once ranks have met, an
@@ -67,6 +70,7 @@ def pretrain(
         check_lengths(datasets, counts)
     with distributed_world(config.distributed, config.training.seed) as world:
         with mistakes():
+            check_precision(config, world)
             check_vocabulary(datasets, vocab_size, world)
         trainee = _new_trainee(config, model_provider, world)
         with mistakes():
@@ -75,7 +79,9 @@ def pretrain(
             check_progress(config, trainee.state, world.size)
             # Nothing is written before this line: whatever is wrong has been told by now.
             audience = Audience(_open_outputs(config, observers) if world.rank == 0 else [])
-        run = Run(config, world, trainee, datasets, forward_step, flops_per_sample, audience)
+        state, flops = trainee.state, (flops_per_sample, hardware_flops_per_sample)
+        end = config.iterations(world.size, state.iteration, state.consumed_samples)
+        run = Run(config, world, trainee, datasets, forward_step, end, flops, audience)
         try:
             audience.on_start(_description(run))
             for message in messages:
@@ -100,15 +106,20 @@ def _open_outputs(config: RunConfig, observers: Sequence[Observer]) -> list[Obse
 
 def _new_trainee(config: RunConfig, model_provider: ModelProvider, world: World) -> Trainee:
     with mpu.get_rng_tracker().fork(mpu.PARAMETER_STREAM):
-        model = model_provider(params_dtype(config), world.device)
+        model = model_provider(config.precision.dtype, world.device)
     check_replicas(model)
     optimizer = Optimizer(
         model,
         mpu.parameter_shardings(model),
         config.optimizer,
+        config.precision,
         data_group=mpu.get_data_parallel_group(),
         tensor_group=mpu.get_tensor_model_parallel_group(),
         tensor_rank=mpu.get_tensor_model_parallel_rank(),
+        model_group=mpu.get_model_parallel_group(),
+        model_rank=dist.get_rank(mpu.get_model_parallel_group()),
+        everyone=dist.group.WORLD,
+        own_buckets=getattr(model, "tied_parameters", list)(),
     )
     return Trainee(model, optimizer, RunState())
 
@@ -122,14 +133,13 @@ def _description(run: Run) -> str:
         f"{parameters:,} parameters on {world.size} ranks ({world.device.type}): tensor "
         f"{mpu.get_tensor_model_parallel_world_size()}, data {mpu.get_data_parallel_world_size()}; "
         f"global batch {sizes.global_batch_size} = micro batch {sizes.micro_batch_size} x {sizes.num_micro_batches} "
-        f"x data{ramped}; {run.config.training.train_iters} iterations"
+        f"x data{ramped}; {run.train_iters} iterations"
     )
 
 
 def _train(run: Run) -> None:
-    training, state = run.datasets[0], run.trainee.state
+    training, state, total = run.datasets[0], run.trainee.state, run.train_iters
     assert training is not None
-    total = run.config.training.train_iters
     if run.config.training.eval_at_start and state.iteration == 0:
         _evaluate(run, "validation")
     end = run.config.batch_schedule(run.world.size).consumed_after(total - state.iteration, state.consumed_samples)
@@ -151,21 +161,31 @@ def _train(run: Run) -> None:
 
 def _iterate(run: Run, batches: Iterator[Batch], interval: Interval) -> None:
     """One iteration, counted and logged."""
-    config, state = run.config, run.trainee.state
-    total, sizes = config.training.train_iters, run.sizes(state.consumed_samples)
-    full = run.sizes().global_batch_size
-    lr = learning_rate(config.schedule, state.consumed_samples, train_iters=total, global_batch_size=full)
-    interval.add(_step(run, batches, lr, sizes), sizes.global_batch_size)
+    config, state, optimizer = run.config, run.trainee.state, run.trainee.optimizer
+    sizes, lr, loss_scale = run.sizes(state.consumed_samples), run.learning_rate(), optimizer.loss_scale
+    step = _step(run, batches, lr, sizes)
+    interval.add(step, sizes.global_batch_size)
     state.iteration += 1
     state.consumed_samples += sizes.global_batch_size
-    run.audience.on_iteration(state.iteration, total)
+    if step.skipped:
+        state.skipped_iterations += 1
+        run.audience.on_message(_skipped(state.iteration, loss_scale, optimizer.loss_scale))
+    else:
+        state.scheduled_samples += sizes.global_batch_size
+    run.audience.on_iteration(state.iteration, run.train_iters)
     if _due(config.logging.log_interval, state.iteration):
         progress = {"iteration": state.iteration, "consumed-samples": state.consumed_samples, "lr": lr}
         memory = {"memory-GiB": memory_gib(run.world.device)}
-        run.audience.on_log({**progress, **interval.report(), **memory})
+        run.audience.on_log({**progress, **interval.report(), **run.loss_scaling(), **memory})
+
+
+def _skipped(iteration: int, before: float, after: float) -> str:
+    change = "" if after == before else f", which is {after:g} from now on"
+    return f"iteration {iteration} is skipped: gradients overflow at the loss scale {before:g}{change}"
 
 
 def _step(run: Run, batches: Iterator[Batch], lr: float, sizes: BatchSizes) -> Step:
+    iteration = run.trainee.state.iteration + 1
     try:
         return train_step(
             run.trainee.model,
@@ -177,9 +197,13 @@ def _step(run: Run, batches: Iterator[Batch], lr: float, sizes: BatchSizes) -> S
             normalization=run.config.training.loss_normalization,
             data_group=mpu.get_data_parallel_group(),
             device=run.world.device,
+            expected_count=run.expected_count(sizes),
+            check_loss=run.config.training.check_for_nan_in_loss,
         )
+    except NonFiniteLoss as error:
+        raise FloatingPointError(f"iteration {iteration}: {run.words_on(error)}") from None
     except FloatingPointError as error:
-        raise FloatingPointError(f"iteration {run.trainee.state.iteration + 1}: {error}") from error
+        raise FloatingPointError(f"iteration {iteration}: {error}") from error
 
 
 def _due(interval: int | None, iteration: int) -> bool:
@@ -191,6 +215,7 @@ def _evaluate(run: Run, split: str) -> None:
     dataset, config = run.datasets[SPLITS.index(split)], run.config.training
     if dataset is None or config.eval_iters == 0:
         return
+    run.trainee.optimizer.wait_for_parameters()
     loss = evaluate(
         run.trainee.model,
         run.batches(dataset, 0, config.eval_iters * run.sizes().global_batch_size),

@@ -9,12 +9,14 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from megatron import mpu
+from megatron.base.complaints import raise_joined
 from megatron.data import GlobalBatchSampler, RampUp, build_loader
+from megatron.optimizer import learning_rate
 from megatron.training.config import BatchSizes, RunConfig
 from megatron.training.observers import Audience
-from megatron.training.setup import World
+from megatron.training.setup import World, device_facts
 from megatron.training.state import RunState, Trainee
-from megatron.training.step import Batch, ForwardStep
+from megatron.training.step import Batch, ForwardStep, NonFiniteLoss
 from megatron.training.throughput import Workload, device_peak
 
 
@@ -43,14 +45,19 @@ SPLITS = ("training", "validation", "test")
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Everything that the loop holds while it goes on; what moves is in `trainee`."""
+    """Everything that the loop holds while it goes on; what moves is in `trainee`.
+
+    `train_iters` is the iteration at which it ends; `flops_per_sample` are the model's and the executed ones, where
+    they are known.
+    """
 
     config: RunConfig
     world: World
     trainee: Trainee
     datasets: Datasets
     forward_step: ForwardStep
-    flops_per_sample: float | None
+    train_iters: int
+    flops_per_sample: tuple[float | None, float | None]
     audience: Audience
 
     def sizes(self, consumed_samples: int | None = None) -> BatchSizes:
@@ -74,22 +81,53 @@ class Run:
         workers, seed = self.config.data.num_workers, self.config.training.seed
         return iter(build_loader(dataset, sampler, workers, seed, pin_memory=self.world.device.type != "cpu"))
 
+    def learning_rate(self) -> float:
+        """Of the next iteration, by the samples of those that were not skipped."""
+        return learning_rate(
+            self.config.schedule,
+            self.trainee.state.scheduled_samples,
+            global_batch_size=self.sizes().global_batch_size,
+            train_iters=self.config.training.train_iters,
+            train_samples=self.config.training.train_samples,
+        )
+
+    def loss_scaling(self) -> dict[str, float]:
+        """The loss scale and how many iterations were skipped in all, as far as there are such things."""
+        optimizer, skipped = self.trainee.optimizer, self.trainee.state.skipped_iterations
+        scale = {"loss-scale": optimizer.loss_scale} if self.config.precision.fp16 else {}
+        return scale | ({"skipped-iterations": skipped} if skipped else {})
+
+    def expected_count(self, sizes: BatchSizes) -> float | None:
+        """What a global batch of these sizes counts where no token is masked; None where there is no loss scale."""
+        if not self.config.precision.fp16:
+            return None
+        if self.config.training.loss_normalization == "microbatch":
+            return float(sizes.global_batch_size // sizes.micro_batch_size)
+        return float(sizes.global_batch_size * self.config.data.seq_length)
+
+    def words_on(self, error: NonFiniteLoss) -> str:
+        """A sentence that is the same on all ranks: where in the present iteration the loss is not finite."""
+        micro, replicas = self.config.training.micro_batch_size, mpu.get_data_parallel_world_size()
+        place = error.micro_batch * replicas + error.data_rank
+        first = self.trainee.state.consumed_samples + place * micro
+        rank = mpu.get_topology().rank_of(0, error.data_rank, mpu.get_pipeline_model_parallel_world_size() - 1)
+        return (
+            f"the loss is not finite on rank {rank}, for the samples {first} to {first + micro - 1} in the order of "
+            "the run (from 0); nothing of this iteration is saved"
+        )
+
     def workload(self) -> Workload:
         """What one sample computes."""
-        peak = device_peak(self.world.device, params_dtype(self.config))
-        return Workload(self.config.data.seq_length, self.flops_per_sample, self.world.size, peak)
-
-
-def params_dtype(config: RunConfig) -> torch.dtype:
-    """The torch dtype that `--params-dtype` names."""
-    return {"float32": torch.float32, "float64": torch.float64}[config.training.params_dtype]
+        peak = device_peak(self.world.device, self.config.precision.dtype)
+        return Workload(self.config.data.seq_length, *self.flops_per_sample, self.world.size, peak)
 
 
 def sample_counts(config: RunConfig, ranks: int) -> SampleCounts:
     """Samples of each split: all iterations of training; one evaluation, which always sees the same samples."""
-    schedule = config.batch_schedule(ranks)
-    evaluated = config.training.eval_iters * schedule.global_batch_size
-    return schedule.consumed_after(max(config.training.train_iters, 1)), evaluated, evaluated
+    full = config.batch_schedule(ranks).global_batch_size
+    evaluated = config.training.eval_iters * full
+    # A run of no iteration, which only evaluates, has a training set too.
+    return config.samples(ranks) or config.batch_schedule(ranks).size(0), evaluated, evaluated
 
 
 def check_lengths(datasets: Datasets, counts: SampleCounts) -> None:
@@ -101,12 +139,20 @@ def check_lengths(datasets: Datasets, counts: SampleCounts) -> None:
             raise ValueError(f"the {split} set has {len(dataset)} samples, but the run needs {count}")
 
 
+def check_precision(config: RunConfig, world: World) -> None:
+    """Raise `ConfigError` where the device of this rank cannot calculate in the format that is asked for."""
+    raise_joined(config.precision.device_problems(*device_facts(world.device)))
+
+
 def check_progress(config: RunConfig, state: RunState, ranks: int) -> None:
-    """Raise `ValueError` where a loaded run is beyond `--train-iters`, or will ask for more samples than there are.
+    """Raise `ValueError` where a loaded run is beyond its end, or will ask for more samples than there are.
 
     The data is prepared for a run from the start; one that was begun with larger batches has consumed more by now.
     """
-    total = config.training.train_iters
+    samples = config.training.train_samples
+    if samples is not None and state.consumed_samples > samples:
+        raise ValueError(f"--train-samples {samples}: the checkpoint has consumed {state.consumed_samples} already")
+    total = config.iterations(ranks, state.iteration, state.consumed_samples)
     if state.iteration > total:
         raise ValueError(f"--train-iters {total}: the checkpoint is of iteration {state.iteration} already")
     end = config.batch_schedule(ranks).consumed_after(total - state.iteration, state.consumed_samples)

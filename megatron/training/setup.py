@@ -26,6 +26,9 @@ class DistributedConfig(Config):
         "ranks that share each layer (tensor model parallelism)",
         aliases=["model-parallel-size"],
     )
+    sequence_parallel: bool = flag(
+        False, "each tensor-parallel rank does norms, dropout and residuals on its share of the sequence"
+    )
     distributed_backend: str | None = flag(
         None,
         "nccl trains on GPUs, gloo on CPUs; nccl where there is a GPU if not given",
@@ -76,6 +79,13 @@ def bind_device(backend: str) -> torch.device:
         raise ValueError(f"LOCAL_RANK {local_rank}: this node has {there} GPUs, start at most as many ranks on it")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def device_facts(device: torch.device) -> tuple[str, tuple[int, int] | None]:
+    """The name of a device, and its compute capability, None for what is no GPU."""
+    if device.type != "cuda":
+        return device.type, None
+    return torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
 
 
 def _meet(backend: str, timeout: datetime.timedelta, device: torch.device) -> Store:

@@ -14,10 +14,14 @@ from torch import nn
 from megatron import mpu
 from megatron.base.complaints import raise_joined
 from megatron.base.config import flag_name
-from megatron.checkpointing import Placed, iteration_to_load, load_checkpoint, read_state, save_checkpoint
+from megatron.checkpointing import iteration_to_load, load_checkpoint, read_state, save_checkpoint
+from megatron.checkpointing.placed import Placed
 from megatron.optimizer import Optimizer
 from megatron.training.config import RunConfig
 from megatron.training.setup import World
+
+# What a checkpoint keeps of `RunState`.
+_PROGRESS = ("iteration", "consumed_samples", "scheduled_samples", "skipped_iterations")
 
 # What the order of the samples depends on beside the seed and the number of samples.
 _ORDERING = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "split", "seq_length")
@@ -29,6 +33,9 @@ class RunState:
 
     iteration: int = 0
     consumed_samples: int = 0
+    # Those of iterations that were not skipped: the learning rate goes by them.
+    scheduled_samples: int = 0
+    skipped_iterations: int = 0
     # Of this process alone, not part of a checkpoint: what `--save` holds already, and what was evaluated last.
     saved_iteration: int | None = None
     evaluated_iteration: int | None = None
@@ -48,6 +55,12 @@ class Trainee:
         parameters = dict(self.model.named_parameters())
         weights = {name: (parameters[name].detach(), sharding) for name, sharding in shardings.items()}
         return {**weights, **self.optimizer.state_tensors()}
+
+    def written(self) -> Placed:
+        """Those of the tensors that this rank writes: every one of a replica, or its own share of optimizer state."""
+        if mpu.get_data_parallel_rank() == 0:
+            return self.tensors()
+        return self.optimizer.state_tensors() if self.optimizer.sharded else {}
 
 
 def library_versions() -> dict[str, str]:
@@ -73,20 +86,20 @@ def model_signature(model: nn.Module) -> dict[str, Any]:
 
 
 def save(trainee: Trainee, config: RunConfig, world: World) -> None:
-    """Write a checkpoint of `trainee` below `--save`. Collective: every rank takes part, one replica writes tensors."""
+    """Write a checkpoint of `trainee` below `--save`. Collective: every rank takes part and writes what is its own."""
     assert config.checkpoint.save is not None
-    progress = trainee.state
+    trainee.optimizer.wait_for_parameters()
     state = {
-        "run": {"iteration": progress.iteration, "consumed_samples": progress.consumed_samples},
+        "run": {name: getattr(trainee.state, name) for name in _PROGRESS},
         "model": model_signature(trainee.model),
-        "optimizer": {"step_count": trainee.optimizer.step_count},
+        "optimizer": trainee.optimizer.state(),
         "config": dataclasses.asdict(config),
         "versions": library_versions(),
     }
     save_checkpoint(
         config.checkpoint.save,
-        progress.iteration,
-        trainee.tensors() if mpu.get_data_parallel_rank() == 0 else {},
+        trainee.state.iteration,
+        trainee.written(),
         state,
         mpu.rng_state(),
         rank=world.rank,
@@ -119,11 +132,12 @@ def restore(trainee: Trainee, config: RunConfig, world: World) -> list[str]:
         iteration=iteration,
         world_size=world.size,
     )
-    trainee.optimizer.step_count = stored["optimizer"]["step_count"]
-    trainee.state.iteration = iteration
+    trainee.optimizer.load_state(stored["optimizer"])
+    trainee.optimizer.after_load(masters=True)
+    for name in _PROGRESS:
+        setattr(trainee.state, name, stored["run"][name])
     if config.checkpoint.save is not None and os.path.realpath(config.checkpoint.save) == os.path.realpath(directory):
         trainee.state.saved_iteration = iteration
-    trainee.state.consumed_samples = stored["run"]["consumed_samples"]
     messages = [f"loaded iteration {iteration} of {directory}", *changes(stored["config"], config)]
     if loaded.rank_tensors is not None:
         mpu.set_rng_state(loaded.rank_tensors)
@@ -139,7 +153,7 @@ def changes(stored: dict[str, Any], config: RunConfig) -> list[str]:
     `stored` is the config in the checkpoint. The order depends on the number of samples that the whole run asks for.
     """
     now = json.loads(json.dumps(dataclasses.asdict(config)))  # as it would be stored: tuples are lists
-    run = ("training", ("train_iters", "global_batch_size", "rampup_batch_size"))
+    run = ("training", ("train_iters", "train_samples", "global_batch_size", "rampup_batch_size"))
     shaping = {
         "learning-rate schedule": [("schedule", tuple(now["schedule"])), run],
         "order of the samples": [("data", _ORDERING), run, ("training", ("seed",))],

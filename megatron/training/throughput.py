@@ -32,11 +32,13 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
 class Workload:
     """What one sample is, and what works on it: devices, and the peak of one, None where it is not known.
 
-    `flops` are the model's (nothing recomputed), forward and backward; None where they are not known.
+    `flops` are the model's (nothing recomputed), forward and backward, `hardware_flops` those that are executed, with
+    recomputation; None where they are not known.
     """
 
     tokens: int
     flops: float | None
+    hardware_flops: float | None
     world_size: int
     peak: float | None
 
@@ -68,20 +70,30 @@ class Interval:
         self._paused += self._clock() - began
 
     def report(self) -> dict[str, float]:
-        """Mean loss, last gradient norm and speed since the last report, by the names of the log line."""
-        work, steps = self._workload, self._steps
-        seconds = self._clock() - self._began - self._paused
-        loss = LossSum(sum(s.loss.total for s in steps), sum(s.loss.count for s in steps)).mean
-        metrics = {
-            "loss": loss,
-            "grad-norm": steps[-1].grad_norm,
-            "ms-per-iteration": seconds / len(steps) * 1e3,
-            "tokens-per-second": work.tokens * self._samples / seconds,
-        }
-        if work.flops is not None:
-            flops = work.flops * self._samples / seconds / work.world_size
-            metrics["TFLOPs-per-device"] = flops / 1e12
-            if work.peak is not None:
-                metrics["MFU"] = flops / work.peak
+        """Mean loss, last gradient norm and speed since the last report, by the names of the log line.
+
+        Steps that were skipped took their time, and have no share in the loss; where all were, there is none.
+        """
+        taken = [step for step in self._steps if not step.skipped]
+        metrics: dict[str, float] = {}
+        if taken:
+            loss = LossSum(sum(s.loss.total for s in taken), sum(s.loss.count for s in taken))
+            metrics = {"loss": loss.mean, "grad-norm": taken[-1].grad_norm}
+        metrics |= self._speed(self._clock() - self._began - self._paused)
         self._restart()
         return metrics
+
+    def _speed(self, seconds: float) -> dict[str, float]:
+        work = self._workload
+        speed = {
+            "ms-per-iteration": seconds / len(self._steps) * 1e3,
+            "tokens-per-second": work.tokens * self._samples / seconds,
+        }
+        each = self._samples / seconds / work.world_size  # samples a second of one device
+        if work.flops is not None:
+            speed["TFLOPs-per-device"] = work.flops * each / 1e12
+        if work.peak is not None:
+            executed = None if work.hardware_flops == work.flops else work.hardware_flops
+            shares = {"MFU": work.flops, "HFU": executed}
+            speed |= {name: flops * each / work.peak for name, flops in shares.items() if flops is not None}
+        return speed

@@ -103,10 +103,16 @@ class Outcome:
     pieces: list[Piece]
     local: dict[str, np.ndarray]
     rng: dict[str, np.ndarray]
+    progress: dict[str, Any]  # counters, and the optimizer's plain state
 
     def series(self, name: str) -> list[float]:
         """One number of the log line, by iteration."""
         return [step[name] for step in self.steps]
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """A copy of the values; NumPy has no bfloat16, of which every value is a float32."""
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
 
 
 def trainee_pieces(trainee: Trainee) -> list[Piece]:
@@ -114,15 +120,18 @@ def trainee_pieces(trainee: Trainee) -> list[Piece]:
     pieces = []
     for name, (tensor, sharding) in trainee.tensors().items():
         for piece in sharding.pieces(tuple(tensor.shape)):
-            pieces.append((name, sharding.global_shape, piece.offset, tensor[piece.local].numpy().copy()))
+            values = as_array(tensor[piece.local]).reshape(piece.shape)
+            pieces.append((name, sharding.global_shape, piece.offset, values))
     return pieces
 
 
 def outcome_of(trainee: Trainee, recorder: Recorder) -> Outcome:
     """What a run left on this rank."""
-    local = {name: tensor.numpy().copy() for name, (tensor, _) in trainee.tensors().items()}
+    local = {name: as_array(tensor) for name, (tensor, _) in trainee.tensors().items()}
     rng = {name: state.numpy().copy() for name, state in mpu.rng_state().items()}
-    return Outcome(recorder.steps, recorder.evaluations, recorder.messages, trainee_pieces(trainee), local, rng)
+    progress = {"run": dataclasses.asdict(trainee.state), "optimizer": trainee.optimizer.state()}
+    told = (recorder.steps, recorder.evaluations, recorder.messages)
+    return Outcome(*told, trainee_pieces(trainee), local, rng, progress)
 
 
 def run_pretrain(rank: int, world_size: int, words: Sequence[str]) -> Outcome:

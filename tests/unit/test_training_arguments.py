@@ -5,6 +5,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.base.complaints import ConfigError
 from megatron.base.compose import ComposedConfig, combines
@@ -160,16 +161,114 @@ def test_old_names_of_megatron_lm_are_read() -> None:
 
 
 def test_flags_for_what_is_not_here_are_refused_by_name() -> None:
-    words = [*flags("data"), "--fp16", "--pipeline-model-parallel-size", "2", "--vocab", "x"]
+    words = [*flags("data"), "--fp16-lm-cross-entropy", "--pipeline-model-parallel-size", "2", "--vocab", "x"]
     with pytest.raises(ConfigError) as caught:
         parse_composed(RunConfig, words, world_size=1, check_inputs=False)
     assert caught.value.problems == [
-        "--fp16 is a flag of Megatron-LM for something that is not supported here",
+        "--fp16-lm-cross-entropy is a flag of Megatron-LM for something that is not supported here",
         "--pipeline-model-parallel-size is a flag of Megatron-LM for something that is not supported here",
         "--vocab is not known, the nearest is --vocab-file; --help lists all flags",
     ]
+
+
+def test_foreign_flags_are_none_of_ours() -> None:
     known = {f.name.replace("_", "-") for s in dataclasses.fields(RunConfig) for f in dataclasses.fields(s.type)}  # type: ignore[arg-type]
-    assert not known & RunConfig.unsupported_flags
+    ignored = {words.split()[0] for words in RunConfig.ignored_flags}
+    assert not known & (RunConfig.unsupported_flags | ignored)
+    assert not ignored & RunConfig.unsupported_flags
+
+
+def test_ignored_flags_take_their_values_and_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("lazy-mpu-init: true\ntensorboard-queue-size: 5\n")
+    words = [*flags("data"), "--DDP-impl", "local", "--no-bias-gelu-fusion", "--config", str(path)]
+    parse_composed(RunConfig, words, world_size=1, check_inputs=False)
+    told = capsys.readouterr().out
+    assert "--DDP-impl is ignored: gradients always lie in contiguous buffers" in told
+    for name in ("no-bias-gelu-fusion", "lazy-mpu-init", "tensorboard-queue-size"):
+        assert f"--{name} is ignored: " in told
+    assert told.count("is ignored") == 4
+
+
+# What the example scripts of Megatron-LM 2.5 for pretraining a GPT pass, one of them or another.
+OLD_SCRIPT = """
+    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --micro-batch-size 4 --global-batch-size 8
+    --seq-length 16 --max-position-embeddings 16 --lr-decay-style cosine --data-path x --vocab-file v --merge-file m
+    --tokenizer-type NullTokenizer --vocab-size 100 --data-impl mmap --split 949,50,1 --distributed-backend nccl
+    --lr 0.00015 --min-lr 1.0e-5 --weight-decay 1e-2 --clip-grad 1.0 --log-interval 100 --save-interval 10000 --save s
+    --eval-interval 1000 --eval-iters 10 --init-method-std 0.006 --adam-beta1 0.9 --adam-beta2 0.95
+    --checkpoint-activations --checkpoint-num-layers 1 --fp16 --tensor-model-parallel-size 2 --DDP-impl local
+    --tensorboard-dir t --use-contiguous-buffers-in-ddp --loss-scale 1024 --attention-softmax-in-fp32
+"""
+
+
+@pytest.mark.parametrize(
+    "length",
+    [
+        "--train-iters 500000 --lr-decay-iters 320000 --lr-warmup-fraction .01",
+        "--rampup-batch-size 8 8 5859 --train-samples 146484 --lr-decay-samples 126953 --lr-warmup-samples 183",
+    ],
+)
+def test_old_launch_scripts_start(length: str) -> None:
+    config = parse_composed(RunConfig, [*OLD_SCRIPT.split(), *length.split()], world_size=2, check_inputs=False)
+    assert config.precision.dtype == torch.float16
+    assert config.recompute.granularity == "full"
+    assert config.iterations(2) == (500000 if "iters" in length else 146484 // 8)
+    assert config.samples(2) == (8 * 500000 if "iters" in length else 146484)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--train-samples 8", "--train-iters 20 and --train-samples 8: give one of them"),
+        ("--lr-decay-samples 8", "--lr-warmup-iters 2: it must not be above --lr-decay-samples 8"),
+        (
+            "--lr-warmup-iters 0 --lr-warmup-samples 161",
+            "--lr-warmup-samples 161: it must not be above --train-iters 20",
+        ),
+        ("--sequence-parallel --seq-length 15", "--seq-length 15: with --sequence-parallel it must be a multiple of"),
+        ("--recompute-granularity full --recompute-num-layers 3", "--recompute-num-layers 3: it must be at most"),
+        ("--recompute-num-layers 2", "--recompute-num-layers 2: it needs --recompute-granularity full"),
+        ("--checkpoint-activations --recompute-granularity selective", "--checkpoint-activations: it means full"),
+        ("--distribute-saved-activations", "--distribute-saved-activations: it needs --recompute-granularity full"),
+        (
+            "--distribute-checkpointed-activations --checkpoint-activations --sequence-parallel",
+            "--distribute-saved-activations: with --sequence-parallel a rank keeps its share already",
+        ),
+        (
+            "--distribute-saved-activations --checkpoint-activations --tensor-model-parallel-size 1",
+            "--distribute-saved-activations: it needs --tensor-model-parallel-size above 1",
+        ),
+        ("--fp16 --bf16", "--fp16 and --bf16: give one of them"),
+        ("--loss-scale 128", "--loss-scale 128.0: only --fp16 scales the loss"),
+        ("--bf16 --params-dtype float64", "--bf16 and --params-dtype float64: give one of them"),
+        ("--overlap-param-gather", "--overlap-param-gather: it needs --use-distributed-optimizer"),
+        ("--optimizer lamb", "--optimizer lamb: accepted are adam, sgd"),
+        ("--ddp-bucket-size 0", "--ddp-bucket-size 0: it must be at least 1"),
+    ],
+)
+def test_mixtures_that_cannot_be(words: str, sentence: str) -> None:
+    line = [*flags("data", tensor_model_parallel_size=2), *words.split()]
+    with pytest.raises(ConfigError) as caught:
+        parse_composed(RunConfig, line, world_size=2, check_inputs=False)
+    assert len(caught.value.problems) == 1
+    assert sentence in caught.value.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("", "--train-iters is not given, and neither is --train-samples: give one of them"),
+        ("--train-samples 7", "--train-samples 7: it must be at least 8, one global batch"),
+        ("--train-samples 80 --lr-warmup-iters 11", "--lr-warmup-iters 11: it must not be above --train-samples 80"),
+    ],
+)
+def test_how_long_to_train_is_said_in_one_way(words: str, sentence: str) -> None:
+    line = [*flags("data", train_iters=None, lr_warmup_iters=None), *words.split()]
+    with pytest.raises(ConfigError) as caught:
+        parse_composed(RunConfig, line, world_size=1, check_inputs=False)
+    assert len(caught.value.problems) == 1
+    assert sentence in caught.value.problems[0]
 
 
 def test_a_negative_number_is_a_value() -> None:

@@ -1,6 +1,7 @@
 """What those who watch a run write: the same numbers under the same names everywhere."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,8 @@ def test_only_the_console_is_there_by_default() -> None:
 def test_an_interval_counts_what_was_training() -> None:
     """Four iterations in 12 s, of which 4 s were an evaluation: 2 s each."""
     now = [0.0]
-    interval = Interval(Workload(tokens=100, flops=8e11, world_size=4, peak=2e12), clock=lambda: now[0])
+    work = Workload(tokens=100, flops=8e11, hardware_flops=9e11, world_size=4, peak=2e12)
+    interval = Interval(work, clock=lambda: now[0])
     for total, count in ((10.0, 4.0), (20.0, 4.0), (30.0, 8.0), (0.0, 0.0)):
         now[0] += 2.0
         interval.add(Step(LossSum(total, count), grad_norm=total), samples=10)
@@ -70,6 +72,7 @@ def test_an_interval_counts_what_was_training() -> None:
             "tokens-per-second": 500.0,
             "TFLOPs-per-device": 1.0,
             "MFU": 0.5,
+            "HFU": 0.5625,
         }
     )
     now[0] += 1.0
@@ -77,7 +80,32 @@ def test_an_interval_counts_what_was_training() -> None:
     assert interval.report()["ms-per-iteration"] == pytest.approx(1000.0)
 
 
-def test_no_mfu_where_the_peak_is_not_known() -> None:
-    interval = Interval(Workload(1, 1.0, 1, None))
+@pytest.mark.parametrize(
+    ("flops", "executed", "peak", "names"),
+    [
+        (1.0, 2.0, None, {"TFLOPs-per-device"}),  # the peak of the device is not known
+        (1.0, 1.0, 1.0, {"TFLOPs-per-device", "MFU"}),  # nothing is recomputed
+        (1.0, 2.0, 1.0, {"TFLOPs-per-device", "MFU", "HFU"}),
+        (None, None, 1.0, set()),
+    ],
+)
+def test_what_is_known_of_the_work_is_told(
+    flops: float | None, executed: float | None, peak: float | None, names: set[str]
+) -> None:
+    interval = Interval(Workload(1, flops, executed, 1, peak))
     interval.add(Step(LossSum(1.0, 1.0), 1.0), samples=1)
-    assert "MFU" not in interval.report()
+    assert interval.report().keys() - {"loss", "grad-norm", "ms-per-iteration", "tokens-per-second"} == names
+
+
+def test_skipped_steps_have_no_share_in_the_loss() -> None:
+    now = [0.0]
+    interval = Interval(Workload(100, None, None, 1, None), clock=lambda: now[0])
+    taken, skipped = Step(LossSum(6.0, 2.0), 1.5), Step(LossSum(math.inf, 2.0), math.inf, skipped=True)
+    for step in (skipped, taken, skipped):
+        now[0] += 1.0
+        interval.add(step, samples=10)
+    report = interval.report()
+    assert report == {"loss": 3.0, "grad-norm": 1.5, "ms-per-iteration": 1000.0, "tokens-per-second": 1000.0}
+    now[0] += 1.0
+    interval.add(skipped, samples=10)
+    assert interval.report().keys() == {"ms-per-iteration", "tokens-per-second"}

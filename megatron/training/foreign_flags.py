@@ -1,0 +1,45 @@
+"""Flags of Megatron-LM 2.5 and later that do nothing here: some are accepted with a line, the others refused."""
+
+from collections.abc import Mapping
+
+_ALWAYS_FLAT = "gradients always lie in contiguous buffers, and --overlap-grad-reduce says when they are reduced"
+_BEST_KERNEL = "there is one form of each operation, the fastest that PyTorch has for the device"
+_ALL_TO_TENSORBOARD = "every number of the log line goes to TensorBoard"
+
+# What means nothing here, so that old scripts start: the name, followed by VALUE where the flag takes one, and why.
+IGNORED: Mapping[str, str] = {
+    "adlr-autoresume": "it belongs to one site's scheduler",
+    "adlr-autoresume-interval VALUE": "it belongs to one site's scheduler",
+    "use-cpu-initialization": "weights are always drawn on the CPU, equal for every layout",
+    "lazy-mpu-init VALUE": "model parallelism is set up when the run starts",
+    "DDP-impl VALUE": _ALWAYS_FLAT,
+    "use-contiguous-buffers-in-ddp": _ALWAYS_FLAT,
+    "no-contiguous-buffers-in-local-ddp": _ALWAYS_FLAT,
+    "no-async-tensor-model-parallel-allreduce": "the order of the work changes no result",
+    "attention-softmax-in-fp32": "the statistics of softmax are always float32",
+    "no-query-key-layer-scaling": "scores are never divided by the number of their layer",
+    "no-masked-softmax-fusion": "--attention-backend says how attention is computed",
+    "no-bias-gelu-fusion": _BEST_KERNEL,
+    "no-bias-dropout-fusion": _BEST_KERNEL,
+    "no-gradient-accumulation-fusion": "weight gradients are always added straight into the gradient buffer",
+    "mmap-warmup": "token files are mapped, and the system reads ahead by itself",
+    "tensorboard-log-interval VALUE": "TensorBoard gets what --log-interval prints",
+    "tensorboard-queue-size VALUE": "few numbers are written at a time",
+    "log-batch-size-to-tensorboard": _ALL_TO_TENSORBOARD,
+    "log-memory-to-tensorboard": _ALL_TO_TENSORBOARD,
+    "log-validation-ppl-to-tensorboard": _ALL_TO_TENSORBOARD,
+    "no-log-learnig-rate-to-tensorboard": _ALL_TO_TENSORBOARD,  # so spelt there
+    "no-log-loss-scale-to-tensorboard": _ALL_TO_TENSORBOARD,
+}
+
+# What is not here: a launch script that relies on it must not start.
+UNSUPPORTED = frozenset(
+    """
+    fp32-residual-connection fp16-lm-cross-entropy
+    pipeline-model-parallel-size num-layers-per-virtual-pipeline-stage no-scatter-gather-tensors-in-pipeline
+    untie-embeddings-and-output-weights finetune no-load-optim no-load-rng no-save-optim no-save-rng ckpt-step
+    override-lr-scheduler use-checkpoint-lr-scheduler exit-duration-in-mins exit-signal-handler
+    apply-residual-connection-post-layernorm openai-gelu init-method-xavier-uniform log-params-norm
+    log-num-zeros-in-grad log-timers-to-tensorboard
+    """.split()  # noqa: SIM905 - as a list it would be a page
+)
