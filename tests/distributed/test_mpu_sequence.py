@@ -199,6 +199,28 @@ def half_precision(rank: int, world_size: int) -> None:
         assert_close([output, mine.grad], [part(expected, -1), part(grad_of(whole), 0)], tol)
 
 
+def autocast(rank: int, world_size: int) -> None:
+    """What is gathered and scattered is in the dtype of the products; gradients are in the parameters'."""
+    mpu.initialize_model_parallel(2)
+    mpu.model_parallel_manual_seed(3)
+    column = mpu.ColumnParallelLinear(H, INNER, False, False, sequence_parallel=True)
+    row = mpu.RowParallelLinear(INNER, H, False, True, sequence_parallel=True)
+    x = torch.randn(S // 2, B, H, requires_grad=True)
+    with CollectiveCounter() as counter:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = row(column(x)[0])[0]
+        output.float().square().sum().backward()
+    assert seen(counter) == moved(torch.bfloat16, S * B * H, all_gather=3, reduce_scatter=2)
+    column_weight = mpu.all_gather_first_dim(column.weight.detach())
+    row_weight = mpu.all_gather_first_dim(row.weight.detach().t().contiguous()).t()
+    twin = copy_of(x)
+    expected = F.linear(F.linear(twin, column_weight), row_weight)
+    expected.square().sum().backward()
+    assert output.dtype == torch.bfloat16
+    assert grad_of(x).dtype == grad_of(column.weight).dtype == torch.float32
+    assert_close([output, x.grad], [expected, twin.grad], 3e-2)
+
+
 def refuse(rank: int, world_size: int) -> list[str]:
     mpu.initialize_model_parallel(2)
     row = mpu.RowParallelLinear(4, 4, input_is_parallel=True, sequence_parallel=True)
@@ -217,8 +239,9 @@ def refuse(rank: int, world_size: int) -> list[str]:
     return found
 
 
-def test_sixteen_bits_and_sequences_that_do_not_divide(ranks: Ranks) -> None:
+def test_sixteen_bits_autocast_and_sequences_that_do_not_divide(ranks: Ranks) -> None:
     ranks(2, half_precision)
+    ranks(2, autocast)
     for row, embedding, loss in ranks(2, refuse):
         assert row == embedding == "first dimension of size 5: it must be divisible by the group's 2 ranks"
         assert loss == "target of shape (5,): with an input of shape (2, 4) on each of 2 ranks it must be (4,)"

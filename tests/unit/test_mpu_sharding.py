@@ -72,6 +72,15 @@ def test_shardings_of_a_model() -> None:
         assert piece.shape == shape
 
 
+def test_gradients_of_a_sequence_shard_are_partial_also_under_full_names() -> None:
+    model = nn.ModuleDict({"row": mpu.RowParallelLinear(4, 4, sequence_parallel=True), "norm": nn.LayerNorm(4)})
+    norm = model["norm"]
+    norm.sharding = {"weight": mpu.replicated("weight", model.get_parameter("norm.weight"), partial_gradient=True)}  # type: ignore[assignment]
+    found = mpu.parameter_shardings(model)
+    assert found["row.bias"] == Sharding("row.bias", (4,), None, 0, partial_gradient=True)
+    assert {name for name, sharding in found.items() if sharding.partial_gradient} == {"row.bias", "norm.weight"}
+
+
 def marks(parameter: torch.Tensor) -> tuple[object, ...]:
     return tuple(getattr(parameter, n, None) for n in ("tensor_model_parallel", "partition_dim", "partition_stride"))
 
