@@ -44,10 +44,10 @@ PYTHON
 precision=${PRECISION:-$(best_precision)}
 
 # --- memory, micro-batch 4 --------------------------------------------------------------------------------------------
-#   parameters, gradients, optimizer      18 bytes each with BF16, at most 20 with FP16    6.4 or 7.1 GB
+#   parameters, gradients, optimizer      18 bytes each with BF16, 16 with FP16            6.4 or 5.7 GB
 #   activations                           24 x 34 s b h                                    3.4 GB
 #   logits of 1,024 tokens at a time      4 V bytes a token, a few times                   0.6 GB
-# 11 GB: it fits 16 GB. With more memory, micro-batches of 8 or 16 are faster; with less, --recompute-granularity full
+# 10 GB: it fits 16 GB. With more memory, micro-batches of 8 or 16 are faster; with less, --recompute-granularity full
 # makes the activations 24 x 2 s b h, 0.2 GB, for a third more arithmetic. One rank has no other to share its optimizer
 # with.
 memory=(

@@ -86,16 +86,16 @@ layout=(
 )
 
 # --- memory of a rank: 1.04e9 parameters, micro-batch 8, 32 GB --------------------------------------------------------
-#   parameters, gradients, optimizer      4 + 16/64 bytes each (2 + 2 + 12/64 here)      4.4 GB
+#   parameters, gradients, optimizer      2 + 2 + 12/64 bytes each                       4.4 GB
 #   activations: the input of each layer  72 x 2 s b h                                   3.6 GB
 #   the layer that is being recomputed    s b h (10 + 24/t + 5ns/(ht))                   0.5 GB at most
 #   logits and their gradients            4 s b V/t bytes, a few times                   0.6 GB
 # in all 9 GB, and what NCCL and the allocator take. What each flag does to it:
 #   --use-distributed-optimizer  Each of the 64 replicas keeps a 64th of the master weights and moments, 12 bytes a
 #       parameter. Gradients are reduce-scattered and parameters all-gathered: as many bytes as the all-reduce that they
-#       replace. The published run had all of it on every rank, at most 20 bytes, 21 GB; that fits 32 GB as well (26 GB
-#       in all), so the flag may go. It stays because it costs nothing, fits a V100 of 16 GB, and 512 ranks write a
-#       checkpoint's optimizer state rather than 8.
+#       replace. The published run had all of it on every rank, 16 bytes, 16.7 GB; that fits 32 GB as well (21 GB in
+#       all), so the flag may go. It stays because it costs nothing, fits a V100 of 16 GB, and lets 512 ranks write the
+#       optimizer state of a checkpoint rather than 8.
 #   --recompute-granularity full  Without, the activations are 72 s b h (10 + 24/t) bytes, 23.6 GB with attention that
 #       keeps no s x s matrix and 32.6 GB with it. It costs a third more arithmetic: 96 in place of 72 B s l h^2.
 #   --recompute-num-layers 1     The input of every layer is kept. A larger number keeps fewer and recomputes more

@@ -1,0 +1,231 @@
+"""The pretraining examples: their real flags are the published run's, and TOY=1 runs the same commands on CPU ranks."""
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron.base.activations import activation_bytes
+from megatron.base.formulas import gpt_parameters, hardware_flops, model_flops, padded_vocab_size
+from megatron.training.arguments import parse_composed
+from megatron.training.config import RunConfig
+from tests.harness.launch import REPOSITORY, environment, run_command
+
+BIG, SMALL = "examples/pretrain_gpt_8.3B.sh", "examples/pretrain_gpt_345M.sh"
+DATA = {"DATA_PATH": "/data/a_text_document", "VOCAB_FILE": "/data/vocab.json", "MERGE_FILE": "/data/merges.txt"}
+GPT2_ENTRIES = 50_257
+
+
+def start(script: str, *flags: str, timeout: float = 240.0, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run `script` with only those of its variables set that are given."""
+    bare = {name: value for name, value in environment().items() if name not in {*DATA, "SAVE", "NODE_RANK", "NNODES"}}
+    return run_command(["bash", script, *flags], env=bare | variables, timeout=timeout)
+
+
+def dry_run(script: str, *flags: str, **variables: str) -> list[str]:
+    """The words of the command that `script` would run."""
+    done = start(script, *flags, **{"DRY_RUN": "1", "SAVE": "/data/run"} | DATA | variables)
+    assert done.returncode == 0, done.stderr
+    return shlex.split(done.stdout)
+
+
+def config_of(words: list[str], ranks: int) -> RunConfig:
+    flags = words[words.index(str(REPOSITORY / "pretrain_gpt.py")) + 1 :]
+    return parse_composed(RunConfig, flags, world_size=ranks, check_inputs=False)
+
+
+def parameters_of(config: RunConfig) -> int:
+    model, t = config.model, config.distributed.tensor_model_parallel_size
+    padded = padded_vocab_size(GPT2_ENTRIES, model.make_vocab_size_divisible_by, t)
+    return gpt_parameters(model.num_layers, model.hidden_size, padded, model.max_position_embeddings)
+
+
+def losses(folder: Path) -> list[float]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if record["split"] == "train"]
+
+
+def test_the_big_example_is_the_published_run_on_32_nodes_of_16() -> None:
+    words = dry_run(BIG, MASTER_ADDR="node0", NODE_RANK="3")
+    launcher = words[: words.index(str(REPOSITORY / "pretrain_gpt.py"))]
+    assert launcher == shlex.split(
+        "torchrun --nproc-per-node 16 --nnodes 32 --node-rank 3 --master-addr node0 --master-port 29500"
+    )
+    config = config_of(words, 512)
+    assert f"{parameters_of(config) / 1e9:.1f}" == "8.3"
+    assert config.data_parallel_size(512) == 64
+    batch = config.batch_sizes(512)
+    assert (batch.global_batch_size, batch.micro_batch_size, batch.num_micro_batches) == (512, 8, 1)
+    model, schedule, optimizer = config.model, config.schedule, config.optimizer
+    assert (model.num_attention_heads, model.attention_dropout, model.hidden_dropout) == (24, 0.1, 0.1)
+    assert (config.training.train_iters, config.data.seq_length) == (300_000, 1024)
+    assert (schedule.lr, schedule.min_lr, schedule.lr_warmup_iters) == (1.5e-4, 1e-5, 3000)
+    assert (schedule.lr_decay_style, schedule.lr_decay_iters) == ("cosine", 300_000)
+    assert (optimizer.weight_decay, optimizer.clip_grad, optimizer.use_distributed_optimizer) == (0.01, 1.0, True)
+    assert (config.precision.fp16, config.recompute.recompute_granularity) == (True, "full")
+
+
+def rounded(value: float, like: str) -> str:
+    """`value` with as many places as `like` has."""
+    return f"{value:.{len(like.partition('.')[2])}f}"
+
+
+def test_memory_that_the_examples_tell_is_what_the_formulas_give() -> None:
+    config = config_of(dry_run(BIG, MASTER_ADDR="node0", NODE_RANK="0"), 512)
+    h, l, n, s, b, t, V = 3072, 72, 24, 1024, 8, 8, 51_200
+    split = l * (12 * h * h + 7 * h) + V * h  # matrices, the biases of those cut by columns, the embedding
+    rank = split // t + l * 6 * h + s * h + 2 * h
+    big = {
+        "1.04e9 parameters": rank / 1e9,
+        "4.4 GB": rank * (4 + 12 / 64) / 1e9,
+        "16.7 GB": rank * 16 / 1e9,
+        "3.6 GB": l * activation_bytes(s, b, h, n, t=t, recompute="full") / 1e9,
+        "0.5 GB at most": activation_bytes(s, b, h, n, t=t) / 1e9,
+        "23.6 GB": l * activation_bytes(s, b, h, n, t=t, fused_attention=True) / 1e9,
+        "32.6 GB": l * activation_bytes(s, b, h, n, t=t) / 1e9,
+        "116 GB": parameters_of(config) * 14 / 1e9,
+        "2.42 s": hardware_flops(512, s, l, h, V, recompute_granularity="full") / 15.1e15,
+    }
+    parameters = parameters_of(config_of(dry_run(SMALL, PRECISION="bf16"), 1))
+    small = {
+        "355e6 parameters": parameters / 1e6,
+        "6.4 or": parameters * 18 / 1e9,
+        "5.7 GB": parameters * 16 / 1e9,
+        "3.4 GB": 24 * activation_bytes(s, 4, 1024, 16, fused_attention=True) / 1e9,
+        "0.2 GB": 24 * activation_bytes(s, 4, 1024, 16, recompute="full") / 1e9,
+        "1.6e19": model_flops(64, s, 24, 1024, 50_304) * 100_000 / 1e19,
+    }
+    for script, told in ((BIG, big), (SMALL, small)):
+        text = (REPOSITORY / script).read_text()
+        for words, value in told.items():
+            digits = re.split(r"e\d| ", words)[0]
+            assert rounded(value, digits) == digits
+            assert words in text
+
+
+def test_rendezvous_by_c10d_needs_no_node_rank() -> None:
+    words = dry_run(BIG, RENDEZVOUS="c10d", MASTER_ADDR="node0", MASTER_PORT="1234", RUN_ID="second", MAX_RESTARTS="3")
+    assert "--node-rank" not in words
+    expected = "--rdzv-backend c10d --rdzv-endpoint node0:1234 --rdzv-id second --max-restarts 3"
+    assert expected in shlex.join(words)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_the_small_example_is_gpt2_medium_on_one_rank(precision: str) -> None:
+    words = dry_run(SMALL, PRECISION=precision, DATA_PATH="0.7 /data/a 0.3 /data/b")
+    config = config_of(words, 1)
+    assert f"{parameters_of(config) / 1e6:.0f}" == "355"
+    assert config.data.data_path == ("0.7", "/data/a", "0.3", "/data/b")
+    assert (config.precision.fp16, config.precision.bf16) == (precision == "fp16", precision == "bf16")
+    assert config.batch_sizes(1).num_micro_batches == 16
+
+
+def test_further_flags_win() -> None:
+    assert config_of(dry_run(SMALL, "--train-iters", "300000"), 1).training.train_iters == 300_000
+
+
+@pytest.mark.parametrize(("script", "also"), [(BIG, ["MASTER_ADDR", "NODE_RANK"]), (SMALL, [])])
+def test_all_that_is_not_set_is_told_at_once(script: str, also: list[str]) -> None:
+    done = start(script)
+    assert done.returncode == 2
+    told = re.findall(r"^pretrain_gpt_\S+\.sh: (\w+) is not set: .+$", done.stderr, re.MULTILINE)
+    assert sorted(told) == sorted([*DATA, "SAVE", *also])
+    assert done.stdout == ""
+
+
+def test_other_ways_to_meet_and_absent_programs_are_refused(tmp_path: Path) -> None:
+    done = start(BIG, RENDEZVOUS="etcd")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "pretrain_gpt_8.3B.sh: RENDEZVOUS=etcd: it must be static or c10d\n",
+    )
+    for name in ("bash", "dirname", "basename"):
+        (tmp_path / name).symlink_to(f"/usr/bin/{name}")
+    done = start(SMALL, PATH=str(tmp_path), **DATA, SAVE="/data/run")
+    assert done.returncode == 2
+    assert "torchrun is not on PATH" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_small_example_at_toy_size_and_continued(tmp_path: Path) -> None:
+    metrics = ["--metrics-file", str(tmp_path / "metrics.jsonl")]
+    first = start(SMALL, *metrics, "--exit-interval", "2", TOY="1", TOY_FOLDER=str(tmp_path))
+    assert first.returncode == 0, first.stderr
+    assert len(losses(tmp_path)) == 2
+    second = start(SMALL, *metrics, TOY="1", TOY_FOLDER=str(tmp_path))
+    assert second.returncode == 0, second.stderr
+    assert "loaded iteration 2 of" in second.stdout
+    assert len(losses(tmp_path)) == 4
+
+
+FAKE_SRUN = """#!/usr/bin/env bash
+# A cluster of two nodes on this machine: runs the command once for each, at the same time, as srun does.
+shift
+for SLURM_NODEID in 1 0; do
+  export SLURM_NODEID
+  "$@" >"$FAKE_LOGS/$SLURM_NODEID.log" 2>&1 &
+  started+=("$!")
+done
+for process in "${started[@]}"; do wait "$process" || exit 1; done
+"""
+FAKE_SCONTROL = """#!/usr/bin/env bash
+[ "$*" = "show hostnames here[0-1]" ] && printf 'localhost\\nelsewhere\\n'
+"""
+
+
+def slurm(tmp_path: Path, *flags: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Start the batch script as Slurm would, from a copy elsewhere, on a cluster of two fake nodes."""
+    programs, spool = tmp_path / "bin", tmp_path / "spool"
+    programs.mkdir()
+    spool.mkdir()
+    for name, text in (("srun", FAKE_SRUN), ("scontrol", FAKE_SCONTROL)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    (spool / "slurm_script").write_text((REPOSITORY / "examples/pretrain_gpt_8.3B.slurm").read_text())
+    job = {
+        "PATH": f"{programs}{os.pathsep}{environment()['PATH']}",
+        "FAKE_LOGS": str(tmp_path),
+        "SLURM_SUBMIT_DIR": str(REPOSITORY),
+        "SLURM_JOB_ID": "1234567",
+        "SLURM_JOB_NODELIST": "here[0-1]",
+        "SLURM_JOB_NUM_NODES": "2",
+    }
+    return start(str(spool / "slurm_script"), *flags, **job | variables)
+
+
+def test_the_batch_script_runs_the_example_on_every_node(tmp_path: Path) -> None:
+    done = slurm(tmp_path, "--seed", "7", DRY_RUN="1", **DATA, SAVE="/data/run")
+    assert done.returncode == 0, done.stderr
+    for node in range(2):
+        words = shlex.split((tmp_path / f"{node}.log").read_text())
+        assert shlex.join(words).startswith(
+            f"torchrun --nproc-per-node 16 --nnodes 2 --node-rank {node} --master-addr localhost --master-port 24567 "
+        )
+        assert words[-2:] == ["--seed", "7"]
+
+
+@pytest.mark.slow
+def test_the_big_example_at_toy_size_on_two_nodes_equals_one_node(tmp_path: Path) -> None:
+    """Two launchers of two ranks each meet as nodes do; four ranks of one launcher train the same."""
+    two, one = tmp_path / "two", tmp_path / "one"
+    two.mkdir()
+    one.mkdir()
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    metrics = ["--metrics-file", str(two / "metrics.jsonl")]
+    done = slurm(tmp_path, *metrics, TOY="1", TOY_FOLDER=str(two), MASTER_PORT=port)
+    logs = [(tmp_path / f"{node}.log").read_text() for node in range(2)]
+    assert done.returncode == 0, "\n".join(logs)
+    assert "saved iteration 4 to" in logs[0]
+    assert "iteration" not in logs[1]
+
+    done = start(BIG, "--metrics-file", str(one / "metrics.jsonl"), TOY="1", TOY_FOLDER=str(one))
+    assert done.returncode == 0, done.stderr
+    assert len(losses(one)) == 4
+    assert losses(two) == losses(one)
