@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,8 +39,12 @@ def refuse_unrelated_apex() -> None:
     raise_joined(apex_problems())
 
 
-def load_from_apex(module: str, name: str) -> Any | None:
-    """`apex.MODULE.NAME`; None where there is no apex, or, with a warning, where NVIDIA's cannot be imported.
+def load_from_apex(module: str, name: str, problem_of: Callable[[Any], str | None]) -> Any | None:
+    """`apex.MODULE.NAME` where it works; None where there is no apex or, with a warning, where NVIDIA's does not work.
+
+    Args:
+        module, name: what is wanted.
+        problem_of: tries what was found, and says what is wrong with it, None if nothing; it may raise anything.
 
     Raises `ConfigError` where the package called apex is not NVIDIA's.
     """
@@ -47,12 +52,11 @@ def load_from_apex(module: str, name: str) -> Any | None:
     if apex_kind() == "none":
         return None
     try:
-        return getattr(importlib.import_module(f"apex.{module}"), name)
+        found = getattr(importlib.import_module(f"apex.{module}"), name)
+        problem = problem_of(found)
     except Exception as error:  # whatever a package built for another PyTorch or device may raise
-        report_unusable(module, name, error)
-        return None
-
-
-def report_unusable(module: str, name: str, reason: object) -> None:
-    """Warn that a part of apex is there and does not work, and that PyTorch's own takes its place."""
-    _logger.warning("apex.%s.%s does not work here (%s); PyTorch's own is used instead", module, name, reason)
+        problem = f"{type(error).__name__}: {error}"
+    if problem is None:
+        return found
+    _logger.warning("apex.%s.%s does not work here (%s); PyTorch's own is used instead", module, name, problem)
+    return None

@@ -37,11 +37,15 @@ UNRELATED = {
 NVIDIA = {"__init__.py": "", "optimizers/__init__.py": "", "optimizers/fused_adam.py": ""}
 
 
+def right(found: str) -> None:
+    return None
+
+
 def test_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert apex_kind() == "none"
     assert apex_problems() == []
-    assert load_from_apex("optimizers", "FusedAdam") is None
+    assert load_from_apex("optimizers", "FusedAdam", right) is None
 
 
 def test_a_clone_that_is_not_installed_is_none(install: Install) -> None:
@@ -52,7 +56,7 @@ def test_a_clone_that_is_not_installed_is_none(install: Install) -> None:
 def test_the_unrelated_package_is_refused_without_importing_it(install: Install) -> None:
     install(UNRELATED)
     assert apex_kind() == "unrelated"
-    for refuse in (refuse_unrelated_apex, lambda: load_from_apex("optimizers", "FusedAdam")):
+    for refuse in (refuse_unrelated_apex, lambda: load_from_apex("optimizers", "FusedAdam", right)):
         with pytest.raises(ConfigError) as caught:
             refuse()
         (problem,) = caught.value.problems
@@ -64,16 +68,34 @@ def test_nvidias_is_loaded(install: Install) -> None:
     install({**NVIDIA, "optimizers/__init__.py": "FusedAdam = 'fused'"})
     assert apex_kind() == "nvidia"
     assert apex_problems() == []
-    assert load_from_apex("optimizers", "FusedAdam") == "fused"
+    assert load_from_apex("optimizers", "FusedAdam", right) == "fused"
+
+
+def wrong(found: str) -> str:
+    return f"{found} is off by 3"
+
+
+def no_kernel(found: str) -> None:
+    raise RuntimeError("no kernel image is available")
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"), [("import torch._six", "No module named 'torch._six'"), ("", "has no attribute 'FusedAdam'")]
+    ("text", "problem_of", "reason"),
+    [
+        ("import torch._six", right, "ModuleNotFoundError: No module named 'torch._six'"),
+        ("", right, "has no attribute 'FusedAdam'"),
+        ("FusedAdam = 'fused'", wrong, "fused is off by 3"),
+        ("FusedAdam = 'fused'", no_kernel, "RuntimeError: no kernel image is available"),
+    ],
 )
-def test_nvidias_that_cannot_be_imported_is_warned_of(
-    install: Install, caplog: pytest.LogCaptureFixture, text: str, reason: str
+def test_nvidias_that_does_not_work_is_warned_of(
+    install: Install,
+    caplog: pytest.LogCaptureFixture,
+    text: str,
+    problem_of: Callable[[str], str | None],
+    reason: str,
 ) -> None:
     install({**NVIDIA, "optimizers/__init__.py": text})
     with caplog.at_level(logging.WARNING, "megatron"):
-        assert load_from_apex("optimizers", "FusedAdam") is None
+        assert load_from_apex("optimizers", "FusedAdam", problem_of) is None
     assert "apex.optimizers.FusedAdam does not work here" in caplog.text and reason in caplog.text
