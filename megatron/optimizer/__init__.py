@@ -1,5 +1,4 @@
-"""Optimizer room: gradient buckets and their reduction, the global norm, clipping, mixed precision, AdamW and SGD,
-the sharded optimizer, learning-rate schedules."""
+"""Optimizer room: gradient buckets, the global norm, mixed precision, AdamW and SGD, sharding, learning rates."""
 
 from megatron.optimizer.buckets import main_gradient
 from megatron.optimizer.config import OptimizerConfig
