@@ -66,6 +66,16 @@ class Bucket:
         parameter.data = view  # the same Parameter object: hooks, ties and attributes stay
         cast(Any, parameter).main_grad = self.gradients[place.slice].view(parameter.shape)
 
+    def check_views(self) -> None:
+        """ValueError where a parameter is not the view of the buffer any more that it was made."""
+        begin, width = self.weights.data_ptr(), self.weights.element_size()
+        for slot in self.layout.slots:
+            if slot.range.size and self.parameters[slot.name].data_ptr() != begin + slot.range.begin * width:
+                raise ValueError(
+                    f"parameter {slot.name} was given other memory after its optimizer was made: move, cast or assign "
+                    "parameters before that"
+                )
+
     def start_reduction(self) -> Pending:
         """Begin to sum the gradients over the data ranks, in place.
 

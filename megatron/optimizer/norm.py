@@ -38,20 +38,24 @@ def shard_norms(buckets: Sequence[Bucket], counted: Collection[str]) -> dict[int
 
     Args:
         buckets: with gradients that are summed over the data ranks.
-        counted: names of the parameters that this rank counts; another tensor rank counts the others.
+        counted: names of the parameters that this rank counts; another tensor rank counts the others, which are only
+            looked at here for what is not finite.
 
     The cuts between shards are made in both cases, so that the sums are equal bit for bit.
     """
     data = buckets[0].data
+    others = {name for bucket in buckets for name in bucket.parameters} - set(counted)
     ranks = [data.rank] if buckets[0].sharded else range(data.size)
-    return {
-        rank: squared_norm(
-            bucket.gradients[run.slice]
-            for bucket in buckets
-            for run in bucket.layout.runs(counted, bucket.layout.shard(rank, data.size))
-        )
-        for rank in ranks
-    }
+    # What this rank does not count adds nothing, but 0 times infinity is not a number: it shows here too.
+    return {rank: _shard_norm(buckets, counted, rank) + 0.0 * _shard_norm(buckets, others, rank) for rank in ranks}
+
+
+def _shard_norm(buckets: Sequence[Bucket], names: Collection[str], rank: int) -> Tensor:
+    return squared_norm(
+        bucket.gradients[run.slice]
+        for bucket in buckets
+        for run in bucket.layout.runs(names, bucket.layout.shard(rank, bucket.data.size))
+    )
 
 
 def sum_of_places(values: Mapping[int, Tensor], places: int, group: GroupInfo, device: torch.device) -> Tensor:

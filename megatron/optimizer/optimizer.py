@@ -86,7 +86,8 @@ class Optimizer:
             sharded=self.sharded,
         )
         self._reducer = GradientReducer(self._buckets, speaks=self._groups.data.rank == tensor.rank == 0)
-        self._gatherer = ParameterGatherer(model, self._buckets, own_buckets)
+        self._overlaps_gathering = config.overlap_param_gather and self.sharded
+        self._gatherer = ParameterGatherer(model, self._buckets, own_buckets, overlap=self._overlaps_gathering)
         self._updates = [BucketUpdate(bucket, self._is_decayed, config) for bucket in self._buckets]
         self._scaler = make_loss_scaler(self._precision)
         self._divisor = 1.0
@@ -106,7 +107,13 @@ class Optimizer:
         return self._scaler.scale
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the last iteration."""
+        """Forget the gradients of the last iteration.
+
+        Raises ValueError where a parameter was moved or cast since the optimizer was made, which would go on without
+        it.
+        """
+        for bucket in self._buckets:
+            bucket.check_views()
         self._reducer.zero()
         self._divisor = 1.0
 
@@ -188,7 +195,7 @@ class Optimizer:
         for number, update in reversed(list(enumerate(self._updates))):  # forward needs the last bucket first
             update.step(lr, factor)
             self._gatherer.start(number)
-        if self._config.overlap_param_gather:
+        if self._overlaps_gathering:
             self._gatherer.started_all()
         else:
             self._gatherer.wait()

@@ -21,15 +21,18 @@ class ParameterGatherer:
         model: gets forward pre-hooks.
         buckets: in the order of backward; forward needs the last ones first.
         shared: names of parameters.
+        overlap: False where whoever starts to gather waits for all at once, and no module needs to.
     """
 
-    def __init__(self, model: nn.Module, buckets: Sequence[Bucket], shared: Collection[str]) -> None:
+    def __init__(
+        self, model: nn.Module, buckets: Sequence[Bucket], shared: Collection[str], *, overlap: bool = True
+    ) -> None:
         self._buckets = buckets
         self._pending: dict[int, Pending] = {}
         self._shared = {i for i, bucket in enumerate(buckets) if not bucket.parameters.keys().isdisjoint(shared)}
         places = {id(p): i for i, bucket in enumerate(buckets) for p in bucket.parameters.values()}
         self._needs: list[set[int]] = []  # by module
-        for module in model.modules():
+        for module in model.modules() if overlap else ():
             module.register_forward_pre_hook(functools.partial(self._before, len(self._needs)))
             self._needs.append({places[id(p)] for p in module.parameters(recurse=False) if id(p) in places})
         self._called: set[int] = set()

@@ -212,13 +212,14 @@ def overflow(rank: int, world_size: int, choices: dict[str, Any]) -> list[tuple[
     precision = PrecisionConfig(fp16=True, initial_loss_scale=8.0, hysteresis=1)
     optimizer = make_optimizer(model, precision, **choices)
     seen = []
-    for bad in (None, (0, 0), (1, 1)):  # tensor and data rank
+    # Tensor and data rank, and what overflows there; replicated ones count in the norm on the first tensor rank only.
+    for bad, name in ((None, ""), ((0, 0), "blocks.1.up.bias"), ((1, 1), "blocks.0.norm.weight")):
         before = torch.cat([p.detach().flatten() for p in model.parameters()])
         optimizer.zero_grad()
         for gradient in optimizer.gradients().values():
             gradient.fill_(0.25)
         if bad == (mpu.get_tensor_model_parallel_rank(), mpu.get_data_parallel_rank()):
-            optimizer.gradients()["blocks.1.up.weight"][0, 0] = math.inf
+            optimizer.gradients()[name][2] = math.inf
         optimizer.last_micro_batch()
         optimizer.reduce_gradients(4.0)
         result = optimizer.step(0.1)

@@ -138,3 +138,13 @@ def test_a_second_backward_after_the_last_one_is_refused() -> None:
     loss_of(model, torch.arange(6).view(1, 6)).backward()
     with pytest.raises(RuntimeError, match=r"last_micro_batch"):
         loss_of(model, torch.arange(6).view(1, 6)).backward()
+
+
+def test_a_parameter_that_was_moved_away_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = make_optimizer(model)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))  # copies into the buffers
+    optimizer.zero_grad()
+    model.double()
+    with pytest.raises(ValueError, match=r"parameter 1\.bias was given other memory"):
+        optimizer.zero_grad()

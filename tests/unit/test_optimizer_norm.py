@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.mpu.sharding import parameter_shardings
+from megatron.optimizer import Optimizer, OptimizerConfig
 from megatron.optimizer.norm import squared_norm
 
 
@@ -58,3 +60,15 @@ def test_one_bad_element_shows(bad: float, position: int) -> None:
     tensor = torch.ones(4101)
     tensor[position] = bad
     assert not math.isfinite(squared_norm([tensor]).item())
+
+
+def test_gradients_of_10_million_parameters() -> None:
+    """Through the optimizer's buffer, with the parameters' ends and the padding between them."""
+    model = torch.nn.ParameterList(torch.zeros(size) for size in (1, 63, 6_000_001, 4_000_003))
+    optimizer = Optimizer(model, parameter_shardings(model), OptimizerConfig(optimizer="sgd", sgd_momentum=0.0))
+    generator = torch.Generator().manual_seed(2)
+    for gradient in optimizer.gradients().values():
+        gradient.normal_(1.0, 0.3, generator=generator)
+    optimizer.reduce_gradients(3.0)
+    expected = math.sqrt(sum(map(reference, optimizer.gradients().values()))) / 3
+    assert optimizer.gradient_norm() == pytest.approx(expected, rel=1e-7)
