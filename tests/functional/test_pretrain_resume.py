@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.harness.closeness import assert_close
 from tests.harness.ranks import Ranks
-from tests.harness.runs import Outcome, flags, run_pretrain, write_documents
+from tests.harness.runs import Outcome, assemble, flags, run_pretrain, write_documents
 
 
 @pytest.fixture(scope="module")
@@ -20,26 +21,64 @@ def assert_bit_equal(actual: Outcome, expected: Outcome) -> None:
         assert mine.keys() == theirs.keys()
         for name, values in theirs.items():
             np.testing.assert_array_equal(mine[name], values, err_msg=name)
+    assert actual.progress["optimizer"] == expected.progress["optimizer"]
+
+
+SHARDED = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+# A scale that the first gradients overflow; it is sought, and grows again, before and after the stop.
+SEEKING = ["--fp16", "--initial-loss-scale", str(2.0**22), "--loss-scale-window", "3"]
 
 
 @pytest.mark.parametrize(
-    ("tensor", "data", "dropout", "workers"), [(1, 1, 0.1, 0), (2, 1, 0.1, 2), (1, 2, 0.1, 0), (2, 1, 0.0, 0)]
+    ("tensor", "data", "dropout", "workers", "more"),
+    [
+        (1, 1, 0.1, 0, []),
+        (2, 1, 0.1, 2, []),
+        (1, 2, 0.1, 0, []),
+        (2, 1, 0.0, 0, []),
+        (1, 2, 0.0, 0, SEEKING),
+        (1, 2, 0.1, 0, ["--bf16", *SHARDED]),
+        (2, 2, 0.1, 0, ["--sequence-parallel", *SHARDED, "--optimizer", "sgd"]),
+    ],
 )
 def test_resumed_equals_uninterrupted(
-    ranks: Ranks, data_path: str, tmp_path: Path, tensor: int, data: int, dropout: float, workers: int
+    ranks: Ranks, data_path: str, tmp_path: Path, tensor: int, data: int, dropout: float, workers: int, more: list[str]
 ) -> None:
     chosen = {"attention_dropout": dropout, "hidden_dropout": dropout, "num_workers": workers}
-    words = flags(data_path, tensor_model_parallel_size=tensor, save=tmp_path / "checkpoints", **chosen)
-    whole = ranks(tensor * data, run_pretrain, flags(data_path, tensor_model_parallel_size=tensor, **chosen))
-    stopped = ranks(tensor * data, run_pretrain, [*words, "--exit-interval", "10"])
-    resumed = ranks(tensor * data, run_pretrain, [*words, "--load", str(tmp_path / "checkpoints")])
+    if "--fp16" in more:  # slow on a CPU
+        chosen |= {"hidden_size": 16, "num_attention_heads": 2, "seq_length": 8}
+    words = [*flags(data_path, tensor_model_parallel_size=tensor, **chosen), *more]
+    saving = [*words, "--save", str(tmp_path / "checkpoints")]
+    whole = ranks(tensor * data, run_pretrain, words)
+    stopped = ranks(tensor * data, run_pretrain, [*saving, "--exit-interval", "10"])
+    resumed = ranks(tensor * data, run_pretrain, [*saving, "--load", str(tmp_path / "checkpoints")])
     assert [step["iteration"] for step in stopped[0].steps] == list(range(1, 11))
     assert [step["iteration"] for step in resumed[0].steps] == list(range(11, 21))
-    assert stopped[0].series("loss") + resumed[0].series("loss") == whole[0].series("loss")
-    assert stopped[0].series("grad-norm") + resumed[0].series("grad-norm") == whole[0].series("grad-norm")
+    for name in ("loss", "grad-norm", "lr", "loss-scale", "skipped-iterations"):
+        parts = [[step.get(name) for step in run[0].steps] for run in (stopped, resumed, whole)]
+        assert parts[0] + parts[1] == parts[2]
     assert resumed[0].evaluations == whole[0].evaluations[-1:]
     for rank in range(tensor * data):
         assert_bit_equal(resumed[rank], whole[rank])
+    if more == SEEKING:
+        scales = whole[0].series("loss-scale")
+        assert 0 < stopped[0].progress["run"]["skipped_iterations"] < whole[0].progress["run"]["skipped_iterations"]
+        assert min(scales) < 2.0**22 / 4
+
+
+def test_a_sharded_run_goes_on_at_another_layout(ranks: Ranks, data_path: str, tmp_path: Path) -> None:
+    """From TP 2 and two shards to one rank with the plain optimizer, and back: the losses of the serial run."""
+    words = flags(data_path, params_dtype="float64", eval_iters=0, train_iters=9, ddp_bucket_size=3000)
+    saved = ["--save", str(tmp_path / "checkpoints")]
+    sharded = ["--tensor-model-parallel-size", "2", "--sequence-parallel", *SHARDED]
+    serial = ranks(1, run_pretrain, words)
+    parts = [ranks(4, run_pretrain, [*words, *saved, *sharded, "--exit-interval", "3"])]
+    loading = [*words, *saved, "--load", saved[1]]
+    parts.append(ranks(1, run_pretrain, [*loading, "--exit-interval", "6"]))
+    parts.append(ranks(4, run_pretrain, [*loading, *sharded]))
+    losses = [loss for part in parts for loss in part[0].series("loss")]
+    assert_close(losses, serial[0].series("loss"), 1e-9)
+    assert_close(assemble(parts[-1]), assemble(serial), 1e-9, floor=1e-3)
 
 
 def test_saving_on_the_way_changes_nothing(ranks: Ranks, data_path: str, tmp_path: Path) -> None:

@@ -1,0 +1,62 @@
+"""Runs in which something goes wrong on some ranks: gradients that overflow, losses that are no numbers."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from unittest import mock
+
+from torch import Tensor, nn
+
+import pretrain_gpt
+from megatron.training.step import Batch, ForwardStep
+from tests.harness.runs import Outcome, run_pretrain
+
+# Split over the tensor ranks, so that its gradient concerns one of them alone.
+_BIAS = "transformer.layers.0.mlp.dense_h_to_4h.bias"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What goes wrong: on these ranks, in these training passes (from 0, evaluations not counted).
+
+    `kind`: "gradient" makes that of one bias infinite, "loss" makes the loss of the pass no number.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    passes: tuple[int, ...]
+
+
+def run_with_fault(rank: int, world_size: int, words: Sequence[str], fault: Fault) -> Outcome:
+    """As `run_pretrain`, with `fault`."""
+    spoilt = _spoilt(pretrain_gpt.forward_step, fault) if rank in fault.ranks else pretrain_gpt.forward_step
+    with mock.patch.object(pretrain_gpt, "forward_step", spoilt):
+        return run_pretrain(rank, world_size, words)
+
+
+def failure_with_fault(rank: int, world_size: int, words: Sequence[str], fault: Fault) -> str:
+    """The message of the FloatingPointError with which the run must end on this rank."""
+    try:
+        run_with_fault(rank, world_size, words, fault)
+    except FloatingPointError as error:
+        return str(error)
+    raise AssertionError("the run came to its end")
+
+
+def _spoilt(forward_step: ForwardStep, fault: Fault) -> ForwardStep:
+    numbers = itertools.count()
+    factors = {"gradient": 1.0}
+    hooked = False
+
+    def step(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        nonlocal hooked
+        if not hooked:
+            model.get_parameter(_BIAS).register_hook(lambda gradient: gradient * factors["gradient"])
+            hooked = True
+        wrong = model.training and next(numbers) in fault.passes
+        factors["gradient"] = math.inf if wrong and fault.kind == "gradient" else 1.0
+        loss, count = forward_step(model, batch)
+        return (loss * math.nan if wrong and fault.kind == "loss" else loss), count
+
+    return step
