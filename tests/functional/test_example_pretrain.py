@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 from pathlib import Path
@@ -126,7 +127,7 @@ def test_the_small_example_is_gpt2_medium_on_one_rank(precision: str) -> None:
 
 
 def test_further_flags_win() -> None:
-    assert config_of(dry_run(SMALL, "--train-iters", "300000"), 1).training.train_iters == 300_000
+    assert config_of(dry_run(SMALL, "--train-iters", "300000", PRECISION="bf16"), 1).training.train_iters == 300_000
 
 
 @pytest.mark.parametrize(("script", "also"), [(BIG, ["MASTER_ADDR", "NODE_RANK"]), (SMALL, [])])
@@ -151,15 +152,27 @@ def test_other_ways_to_meet_and_absent_programs_are_refused(tmp_path: Path) -> N
     assert "torchrun is not on PATH" in done.stderr
 
 
+@pytest.fixture(scope="module")
+def toy_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a toy run makes for itself, made once: tokenizer and token set."""
+    folder = tmp_path_factory.mktemp("toy")
+    making = f"source examples/pretraining.sh && TOY_FOLDER={folder} && make_toy_data ."
+    done = run_command(["bash", "-euc", making])
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def toy_folder(toy_data: Path, path: Path) -> Path:
+    """A new folder at `path` for the toy run, with its data."""
+    return Path(shutil.copytree(toy_data, path))
+
+
 @pytest.mark.slow
-def test_the_small_example_at_toy_size_and_continued(tmp_path: Path) -> None:
-    metrics = ["--metrics-file", str(tmp_path / "metrics.jsonl")]
-    first = start(SMALL, *metrics, "--exit-interval", "2", TOY="1", TOY_FOLDER=str(tmp_path))
-    assert first.returncode == 0, first.stderr
-    assert len(losses(tmp_path)) == 2
-    second = start(SMALL, *metrics, TOY="1", TOY_FOLDER=str(tmp_path))
-    assert second.returncode == 0, second.stderr
-    assert "loaded iteration 2 of" in second.stdout
+def test_the_small_example_at_toy_size(tmp_path: Path) -> None:
+    done = start(SMALL, "--metrics-file", str(tmp_path / "metrics.jsonl"), TOY="1", TOY_FOLDER=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert f"tokenizer, token set and checkpoints are in {tmp_path}" in done.stdout
+    assert "saved iteration 4 to" in done.stdout
     assert len(losses(tmp_path)) == 4
 
 
@@ -174,7 +187,7 @@ done
 for process in "${started[@]}"; do wait "$process" || exit 1; done
 """
 FAKE_SCONTROL = """#!/usr/bin/env bash
-[ "$*" = "show hostnames here[0-1]" ] && printf 'localhost\\nelsewhere\\n'
+[ "$*" = "show hostnames here[0-1]" ] && echo localhost && sleep 0.2 && echo elsewhere
 """
 
 
@@ -210,18 +223,16 @@ def test_the_batch_script_runs_the_example_on_every_node(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_big_example_at_toy_size_on_two_nodes_equals_one_node(tmp_path: Path) -> None:
+def test_the_big_example_at_toy_size_on_two_nodes_equals_one_node(tmp_path: Path, toy_data: Path) -> None:
     """Two launchers of two ranks each meet as nodes do; four ranks of one launcher train the same."""
-    two, one = tmp_path / "two", tmp_path / "one"
-    two.mkdir()
-    one.mkdir()
+    two, one = toy_folder(toy_data, tmp_path / "two"), toy_folder(toy_data, tmp_path / "one")
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     metrics = ["--metrics-file", str(two / "metrics.jsonl")]
     done = slurm(tmp_path, *metrics, TOY="1", TOY_FOLDER=str(two), MASTER_PORT=port)
-    logs = [(tmp_path / f"{node}.log").read_text() for node in range(2)]
-    assert done.returncode == 0, "\n".join(logs)
+    logs = [path.read_text() for path in sorted(tmp_path.glob("?.log"))]
+    assert done.returncode == 0, "\n".join([done.stderr, *logs])
     assert "saved iteration 4 to" in logs[0]
     assert "iteration" not in logs[1]
 
