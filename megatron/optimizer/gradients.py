@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from megatron.mpu.collectives import Pending, all_reduce
 from megatron.mpu.initialize import GroupInfo
@@ -31,6 +32,7 @@ class GradientReducer:
         self._speaks = speaks
         self._seen: set[str] = set()
         self._missing: list[set[str]] | None = None  # by bucket: what the last backward pass has not completed yet
+        self._is_at_work = False  # whether that backward pass has given a gradient already
         self._pending: list[Pending] = []  # of the first buckets: the reductions under way
         for number, bucket in enumerate(buckets):
             for name, parameter in bucket.parameters.items():
@@ -47,14 +49,14 @@ class GradientReducer:
         """Reduce each bucket during the backward pass that comes, the last one before `finish`.
 
         A bucket's collective begins once its gradients are complete and those of the buckets before it have begun, so
-        that their order is the same on all ranks.
+        that their order is the same on all ranks. Those that are left begin when the backward pass ends, before any
+        other collective of the caller.
         """
         self._missing = [set(bucket.parameters) for bucket in self._buckets]
 
     def finish(self) -> None:
         """Begin the reductions that have not begun yet, and wait for all."""
-        for bucket in self._buckets[len(self._pending) :]:
-            self._pending.append(bucket.start_reduction())
+        self._start_rest()
         if self._missing is not None:
             self._say_unused()
         self._wait()
@@ -64,6 +66,7 @@ class GradientReducer:
             pending.wait()
         self._pending.clear()
         self._missing = None
+        self._is_at_work = False
 
     def _take(self, number: int, name: str, parameter: Tensor) -> None:
         """Move the gradient that autograd has just completed into `main_grad`, and count it."""
@@ -77,20 +80,30 @@ class GradientReducer:
     def _count(self, missing: list[set[str]], number: int, name: str) -> None:
         if name not in missing[number]:
             raise RuntimeError(
-                f"{name} got a second gradient after last_micro_batch(), when its sum over the data ranks may have "
-                "begun: call it before the last backward pass of an iteration and before no other"
+                f"{name} got a gradient after those of the backward pass that last_micro_batch() announced, when their "
+                "sums over the data ranks have begun: call it before the last pass of an iteration only"
             )
+        if not self._is_at_work:
+            self._is_at_work = True
+            Variable._execution_engine.queue_callback(self._start_rest)
         missing[number].remove(name)
         while len(self._pending) < len(missing) and not missing[len(self._pending)]:
             self._pending.append(self._buckets[len(self._pending)].start_reduction())
+
+    def _start_rest(self) -> None:
+        """Begin the reductions that have not begun yet; a gradient that comes later comes too late."""
+        for bucket in self._buckets[len(self._pending) :]:
+            self._pending.append(bucket.start_reduction())
+        for missing in self._missing or ():
+            missing.clear()
 
     def _say_unused(self) -> None:
         unused = [name for bucket in self._buckets for name in bucket.parameters if name not in self._seen]
         if unused and self._speaks:
             self._speaks = False
             _logger.warning(
-                "no gradient came for %s: buckets that hold such a parameter are reduced after the backward pass, not "
-                "during it",
+                "no gradient came for %s: the buckets that hold such a parameter, and those after them, are reduced "
+                "at the end of the backward pass, not during it",
                 ", ".join(unused),
             )
 
