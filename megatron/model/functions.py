@@ -22,17 +22,14 @@ def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, p: float, traini
     return residual + dropout(x + bias, p, training)
 
 
-def bias_gelu_tanh(x: Tensor, bias: Tensor) -> Tensor:
-    """GELU of `x + bias` by the tanh approximation (arXiv:1606.08415, section 2). x: [..., f], bias: [f]."""
-    return F.gelu(x + bias, approximate="tanh")
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by its tanh approximation (arXiv:1606.08415, section 2)."""
+    return F.gelu(x, approximate="tanh")
 
 
-def bias_gelu_erf(x: Tensor, bias: Tensor) -> Tensor:
-    """GELU of `x + bias`, exact. x: [..., f], bias: [f]."""
-    return F.gelu(x + bias)
+def gelu_erf(x: Tensor) -> Tensor:
+    """GELU, exact."""
+    return F.gelu(x)
 
 
-BIAS_ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "gelu_tanh": bias_gelu_tanh,
-    "gelu_erf": bias_gelu_erf,
-}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu_tanh": gelu_tanh, "gelu_erf": gelu_erf}

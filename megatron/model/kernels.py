@@ -28,10 +28,12 @@ def unfused_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool
     """
     queries, keys, values = (part.flatten(0, 1) for part in (query, key, value))  # [b n, s, d]
     scale = 1 / math.sqrt(query.size(-1))
-    scores = torch.baddbmm(queries.new_zeros(()), queries, keys.mT, beta=0, alpha=scale)  # [b n, s, s]
+    # one name for each of the forms in turn, so that none lives longer than it must
+    weights = torch.baddbmm(queries.new_zeros(()), queries, keys.mT, beta=0, alpha=scale)  # [b n, s, s]
     if causal:
-        hide_future(scores)
-    weights = dropout(scores.softmax(-1), p, training=True)
+        hide_future(weights)
+    weights = weights.softmax(-1)
+    weights = dropout(weights, p, training=True)
     return torch.bmm(weights, values).unflatten(0, query.shape[:2])
 
 

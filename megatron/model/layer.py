@@ -26,7 +26,7 @@ class _Layer(nn.Module):
         self.dropout = config.hidden_dropout
         self.sequence_parallel = where.get("sequence_parallel", False)
 
-    def add(self, x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    def add(self, residual: Tensor, x: Tensor, bias: Tensor) -> Tensor:
         """`residual + dropout(x + bias)`; the masks are equal on the tensor ranks, unless each has a shard."""
         drops = self.training and self.dropout > 0
         with dropout_stream(sharded=drops and self.sequence_parallel):
@@ -47,10 +47,9 @@ class PreNormLayer(_Layer):
 
     def forward(self, hidden: Tensor, document_lengths: DocumentLengths | None = None) -> Tensor:
         """[s, b, h] -> [s, b, h], or this rank's [s/t, b, h] of both."""
-        attended, bias = self.self_attention(self.input_layernorm(hidden), document_lengths)
-        hidden = self.add(attended, bias, hidden)
-        transformed, bias = self.mlp(self.post_attention_layernorm(hidden))
-        return self.add(transformed, bias, hidden)
+        # What the two give is handed on without a name: nobody needs it after the addition.
+        hidden = self.add(hidden, *self.self_attention(self.input_layernorm(hidden), document_lengths))
+        return self.add(hidden, *self.mlp(self.post_attention_layernorm(hidden)))
 
 
 class PostNormLayer(_Layer):
@@ -70,10 +69,8 @@ class PostNormLayer(_Layer):
 
     def forward(self, hidden: Tensor, document_lengths: DocumentLengths | None = None) -> Tensor:
         """[s, b, h] -> [s, b, h], or this rank's [s/t, b, h] of both."""
-        attended, bias = self.self_attention(hidden, document_lengths)
-        hidden = self.post_attention_layernorm(self.add(attended, bias, hidden))
-        transformed, bias = self.mlp(hidden)
-        return self.post_mlp_layernorm(self.add(transformed, bias, hidden))
+        hidden = self.post_attention_layernorm(self.add(hidden, *self.self_attention(hidden, document_lengths)))
+        return self.post_mlp_layernorm(self.add(hidden, *self.mlp(hidden)))
 
 
 def transformer_layer(

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.model.config import TransformerConfig
-from megatron.model.functions import BIAS_ACTIVATIONS
+from megatron.model.functions import ACTIVATIONS
 from megatron.model.init import normal, output_normal
 from megatron.model.placement import Placement
 
@@ -24,13 +24,12 @@ class MLP(nn.Module):
 
     def __init__(self, config: TransformerConfig, **where: Unpack[Placement]) -> None:
         super().__init__()
-        self.bias_activation = BIAS_ACTIVATIONS[config.activation]
+        self.activation = ACTIVATIONS[config.activation]
         self.dense_h_to_4h = mpu.ColumnParallelLinear(
             config.hidden_size,
             config.ffn_size,
             gather_output=False,
             init_method=normal(config.init_method_std),
-            skip_bias_add=True,
             **where,
         )
         self.dense_4h_to_h = mpu.RowParallelLinear(
@@ -47,5 +46,5 @@ class MLP(nn.Module):
 
         With sequence parallelism both are this rank's [s/t, b, h].
         """
-        inner, bias = self.dense_h_to_4h(hidden)  # [s, b, f/t], [f/t]
-        return self.dense_4h_to_h(self.bias_activation(inner, bias))
+        inner, _ = self.dense_h_to_4h(hidden)  # [s, b, f/t]
+        return self.dense_4h_to_h(self.activation(inner))

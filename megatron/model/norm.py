@@ -50,9 +50,33 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tenso
     if fused is not None:
         return fused(input=x, weight=weight, bias=bias, normalized_shape=weight.shape, eps=epsilon)
     if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
-        # With 16-bit weights the kernel for CPUs would keep mean and variance for the backward pass in 16 bits.
-        weight, bias = weight.float(), bias.float()
+        return mpu.mappings.apply(_WideNorm, x, weight, bias, epsilon)
     return F.layer_norm(x, weight.shape, weight, bias, epsilon)
+
+
+class _WideNorm(torch.autograd.Function):
+    """The norm of 16-bit numbers in float32, of which only 16-bit ones and the statistics are kept.
+
+    For CPUs, whose own kernel keeps the statistics of 16-bit numbers in 16 bits, and sums up the gradient of the weight
+    over the tokens in 16 bits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+        y, mean, scale = torch.native_layer_norm(x.float(), weight.shape, weight.float(), bias.float(), epsilon)
+        ctx.save_for_backward(x, weight, mean, scale)
+        return y.to(x.dtype)
+
+    @staticmethod
+    @mpu.mappings.backward_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, scale = ctx.saved_tensors
+        dtypes = (x.dtype, weight.dtype, weight.dtype)
+        weight, wants = weight.float(), list(ctx.needs_input_grad[:3])
+        wide = torch.ops.aten.native_layer_norm_backward(
+            grad.float(), x.float(), weight.shape, mean, scale, weight, weight, wants
+        )  # of the bias, here the second weight, it wants the shape alone
+        return *(part.to(dtype) if want else None for part, dtype, want in zip(wide, dtypes, wants, strict=True)), None
 
 
 @functools.cache

@@ -18,15 +18,16 @@ class StorageMeter(TorchDispatchMode):
     (parameters, inputs) does not count. Nothing is kept alive by being counted.
 
     Attributes:
-        forward_peak: the most bytes that lived after an operator of a forward pass, a repeated one included; operators
-            of backward functions, which run with gradients disabled, are not looked at.
+        most_kept: the most bytes that lived when a forward pass, a repeated one included, was over and the backward
+            pass went on: before the first operator that ran with gradients disabled after one with gradients.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._before: dict[int, StorageWeakRef] = {}
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.forward_peak = 0
+        self._forward = False
+        self.most_kept = 0
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -42,6 +43,7 @@ class StorageMeter(TorchDispatchMode):
         return sum(size for _, size in self._made.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._look()
         for tensor in _tensors((args, kwargs)):
             reference = StorageWeakRef(tensor.untyped_storage())
             if reference.cdata not in self._made:
@@ -51,9 +53,12 @@ class StorageMeter(TorchDispatchMode):
             reference = StorageWeakRef(tensor.untyped_storage())
             if reference.cdata not in self._before:
                 self._made[reference.cdata] = (reference, tensor.untyped_storage().nbytes())
-        if torch.is_grad_enabled():
-            self.forward_peak = max(self.forward_peak, self._sum_up())
         return result
+
+    def _look(self) -> None:
+        if self._forward and not torch.is_grad_enabled():
+            self.most_kept = max(self.most_kept, self._sum_up())
+        self._forward = torch.is_grad_enabled()
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
