@@ -48,8 +48,10 @@ class Request(ComposedConfig):
     @combines("distributed")
     def sizes_fit(self, world_size: int) -> list[str]:
         t = self.distributed.tensor_model_parallel_size
-        wrong = f"--tensor-model-parallel-size {t}: it must equal the number of ranks, which is {world_size}"
-        return [] if t == world_size else [wrong]
+        found = ["--sequence-parallel: it is for training"] if self.distributed.sequence_parallel else []
+        if t != world_size:
+            found.append(f"--tensor-model-parallel-size {t}: it must equal the number of ranks, which is {world_size}")
+        return found
 
 
 def write_text(request: Request) -> str:

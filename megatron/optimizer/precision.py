@@ -94,6 +94,13 @@ class PrecisionConfig(Config):
         return self.fp16 or self.bf16
 
     @property
+    def format_flag(self) -> str:
+        """The flag that asks for `dtype`."""
+        if self.is_mixed:
+            return "--fp16" if self.fp16 else "--bf16"
+        return f"--params-dtype {self.params_dtype}"
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of parameters and activations."""
         if self.is_mixed:

@@ -10,9 +10,8 @@ from megatron import mpu
 from megatron.base.compose import make_section
 from megatron.checkpointing import load_checkpoint, read_state
 from megatron.model import GPTModel, TransformerConfig
-from megatron.optimizer import PrecisionConfig
 from megatron.tokenizer import Tokenizer, TokenizerConfig
-from megatron.training.state import layout
+from megatron.training.state import layout, stored_precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +29,7 @@ def stored_config(directory: str | os.PathLike[str]) -> StoredConfig:
     return StoredConfig(
         make_section(TransformerConfig, config["model"]),
         make_section(TokenizerConfig, config["tokenizer"]),
-        make_section(PrecisionConfig, config["precision"]).dtype,
+        stored_precision(config).dtype,
     )
 
 

@@ -127,13 +127,16 @@ def _new_trainee(config: RunConfig, model_provider: ModelProvider, world: World)
 def _description(run: Run) -> str:
     shardings = mpu.parameter_shardings(run.trainee.model)
     parameters = sum(torch.Size(s.global_shape).numel() for s in shardings.values())
-    sizes, world, ramp = run.sizes(), run.world, run.config.training.ramp_up
+    config, sizes, world, ramp = run.config, run.sizes(), run.world, run.config.training.ramp_up
     ramped = "" if ramp is None else f", from {ramp.start} by {ramp.increment} over {ramp.samples} samples"
+    dtype = str(config.precision.dtype).removeprefix("torch.")
+    tensor, data = mpu.get_tensor_model_parallel_world_size(), mpu.get_data_parallel_world_size()
+    sequence = " (sequence parallel)" if config.distributed.sequence_parallel else ""
+    optimizer = " (sharded optimizer)" if run.trainee.optimizer.sharded else ""
     return (
-        f"{parameters:,} parameters on {world.size} ranks ({world.device.type}): tensor "
-        f"{mpu.get_tensor_model_parallel_world_size()}, data {mpu.get_data_parallel_world_size()}; "
-        f"global batch {sizes.global_batch_size} = micro batch {sizes.micro_batch_size} x {sizes.num_micro_batches} "
-        f"x data{ramped}; {run.train_iters} iterations"
+        f"{parameters:,} parameters in {dtype} on {world.size} ranks ({world.device.type}): tensor {tensor}{sequence}, "
+        f"data {data}{optimizer}; global batch {sizes.global_batch_size} = micro batch {sizes.micro_batch_size} x "
+        f"{sizes.num_micro_batches} x data{ramped}; {run.train_iters} iterations"
     )
 
 
@@ -157,6 +160,7 @@ def _train(run: Run) -> None:
     _save(run)
     if state.iteration == total:
         _final_evaluations(run)
+    run.trainee.optimizer.wait_for_parameters()  # whoever gets the model may read them without a forward pass
 
 
 def _iterate(run: Run, batches: Iterator[Batch], interval: Interval) -> None:

@@ -13,10 +13,11 @@ from torch import nn
 
 from megatron import mpu
 from megatron.base.complaints import raise_joined
+from megatron.base.compose import make_section
 from megatron.base.config import flag_name
 from megatron.checkpointing import iteration_to_load, load_checkpoint, read_state, save_checkpoint
 from megatron.checkpointing.placed import Placed
-from megatron.optimizer import Optimizer
+from megatron.optimizer import Optimizer, PrecisionConfig
 from megatron.training.config import RunConfig
 from megatron.training.setup import World
 
@@ -123,7 +124,8 @@ def restore(trainee: Trainee, config: RunConfig, world: World) -> list[str]:
     if iteration is None:
         return [f"there is no checkpoint in {directory} yet: the run starts afresh"]
     stored = read_state(directory, iteration)
-    raise_joined(model_differences(stored["model"], model_signature(trainee.model), directory))
+    differences = model_differences(stored["model"], model_signature(trainee.model), directory)
+    raise_joined(differences or format_differences(stored["config"], config, directory))
     loaded = load_checkpoint(
         directory,
         trainee.tensors(),
@@ -168,6 +170,28 @@ def changes(stored: dict[str, Any], config: RunConfig) -> list[str]:
 def _changed(before: dict[str, Any], now: dict[str, Any], names: Iterable[str]) -> list[str]:
     different = [name for name in names if now[name] != before.get(name)]
     return [f"{flag_name(name)} is {now[name]} and was {before.get(name)}" for name in different]
+
+
+def stored_precision(stored: dict[str, Any]) -> PrecisionConfig:
+    """The number formats of the run that saved the config `stored` in its checkpoint."""
+    return make_section(PrecisionConfig, stored["precision"])
+
+
+def format_differences(stored: dict[str, Any], config: RunConfig, directory: str) -> list[str]:
+    """A sentence for each choice that makes the optimizer's state another than that of the checkpoint in `directory`.
+
+    `stored` is the config in the checkpoint.
+    """
+    before, now = stored_precision(stored).format_flag, config.precision.format_flag
+    kinds = {
+        now: before,
+        f"--optimizer {config.optimizer.optimizer}": f"--optimizer {stored['optimizer']['optimizer']}",
+    }
+    return [
+        f"{mine}: the checkpoint in {directory} is of a run with {theirs}"
+        for mine, theirs in kinds.items()
+        if mine != theirs
+    ]
 
 
 def model_differences(stored: dict[str, Any], present: dict[str, Any], directory: str) -> list[str]:

@@ -141,6 +141,19 @@ def test_checkpoint_of_a_different_model(capsys: pytest.CaptureFixture[str], dat
     assert not board.exists()
 
 
+def test_checkpoint_of_another_number_format_or_optimizer(
+    capsys: pytest.CaptureFixture[str], data_path: str, tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    pretrain_gpt.main(flags(data_path, train_iters=1, save=saved, lr_warmup_iters=0, bf16=True))
+    capsys.readouterr()
+    told = complaints(capsys, flags(data_path, load=saved, optimizer="sgd"))
+    assert told == [
+        f"--params-dtype float32: the checkpoint in {saved} is of a run with --bf16",
+        f"--optimizer sgd: the checkpoint in {saved} is of a run with --optimizer adam",
+    ]
+
+
 def test_checkpoint_that_is_not_there(capsys: pytest.CaptureFixture[str], data_path: str, tmp_path: Path) -> None:
     told = complaints(capsys, flags(data_path, load=tmp_path / "nothing"))
     assert len(told) == 1
@@ -166,6 +179,8 @@ def test_a_run_that_is_beyond_its_end(capsys: pytest.CaptureFixture[str], data_p
     capsys.readouterr()
     told = complaints(capsys, flags(data_path, train_iters=3, load=saved))
     assert told == ["--train-iters 3: the checkpoint is of iteration 4 already"]
+    told = complaints(capsys, flags(data_path, train_iters=None, train_samples=31, load=saved))
+    assert told == ["--train-samples 31: the checkpoint has consumed 32 already"]
     metrics = tmp_path / "metrics.jsonl"
     words = flags(data_path, train_iters=6, load=saved, global_batch_size=2, metrics_file=metrics)
     told = complaints(capsys, words)

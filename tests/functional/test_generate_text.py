@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron import mpu
+from megatron.tasks.trained import load_gpt, stored_config
 from megatron.training.arguments import parse_composed
 from tests.harness.ranks import Ranks
 from tests.harness.runs import flags, run_pretrain, write_documents
@@ -41,6 +44,42 @@ def test_text_is_the_same_at_every_layout(ranks: Ranks, checkpoints: str, words:
     assert {text for found in texts.values() for text in found} == {texts[1][0]}
 
 
+def loaded_dtype(rank: int, world_size: int, load: str, dtype: torch.dtype | None) -> torch.dtype:
+    mpu.initialize_model_parallel(world_size)
+    stored = stored_config(load)
+    model = load_gpt(load, stored, 100, torch.device("cpu"), dtype)
+    assert model(torch.tensor([[1, 2, 3]])).isfinite().all()
+    return model.embedding.word_embeddings.weight.dtype
+
+
+@pytest.mark.parametrize("precision", ["--fp16", "--bf16"])
+def test_text_of_a_checkpoint_of_sixteen_bits(ranks: Ranks, tmp_path: Path, precision: str) -> None:
+    """Sharded when it was saved; read in float32 unless asked otherwise."""
+    data_path = write_documents(tmp_path / "documents")
+    small = {
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "seq_length": 8,
+        "train_iters": 4,
+        "lr": 1e-2,
+        "eval_iters": 0,
+    }
+    words = [
+        precision,
+        "--initial-loss-scale",
+        "1024",
+        "--use-distributed-optimizer",
+        "--save",
+        str(tmp_path / "saved"),
+    ]
+    ranks(2, run_pretrain, [*flags(data_path, **small), *words])
+    asked = ["--prompt", "1 2 3", "--out-seq-length", "8", "--temperature", "0"]
+    texts = {text for t in (1, 2) for text in ranks(t, written, str(tmp_path / "saved"), *asked)}
+    assert len(texts) == 1
+    assert ranks(1, loaded_dtype, str(tmp_path / "saved"), None) == [torch.float32]
+    assert ranks(1, loaded_dtype, str(tmp_path / "saved"), torch.bfloat16) == [torch.bfloat16]
+
+
 def test_mistakes_are_told(checkpoints: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main = tool()["main"]
     for words, sentence in (
@@ -52,6 +91,7 @@ def test_mistakes_are_told(checkpoints: str, tmp_path: Path, capsys: pytest.Capt
             "must equal the number of ranks",
         ),
         (["--prompt", "1"], "--load is not given"),
+        (["--load", checkpoints, "--prompt", "1", "--sequence-parallel"], "--sequence-parallel: it is for training"),
     ):
         with pytest.raises(SystemExit) as caught:
             main([*words, "--distributed-backend", "gloo"])

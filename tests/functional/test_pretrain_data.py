@@ -75,6 +75,21 @@ def test_batches_grow_and_a_resumed_run_goes_on(ranks: Ranks, sets: list[str], t
         assert part.series("lr") == whole.series("lr")[last - 4 : last]
 
 
+def test_a_run_of_so_many_samples(ranks: Ranks, sets: list[str], tmp_path: Path) -> None:
+    """As one of so many iterations, over a stop and a batch size that changes there."""
+    told = {"train_iters": None, "lr_warmup_iters": None, "lr_warmup_samples": 16, "lr_decay_samples": 64}
+    iterations = ranks(1, run_pretrain, flags(sets[0], train_iters=8))[0]
+    words = flags(sets[0], train_samples=67, **told)
+    whole = ranks(1, run_pretrain, [*words, "--train-samples", "64"])[0]
+    for name in ("loss", "lr", "consumed-samples"):
+        assert whole.series(name) == iterations.series(name)
+    saved = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
+    ranks(1, run_pretrain, [*words, *saved, "--exit-interval", "3"])
+    resumed = ranks(1, run_pretrain, [*words, *saved, "--global-batch-size", "4"])[0]
+    assert resumed.series("consumed-samples") == [*range(28, 68, 4)]
+    assert resumed.series("lr")[0] == iterations.series("lr")[3]
+
+
 def test_mistakes_of_the_ramp_up_are_told(sets: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     for words, sentence in (
         (["2", "2"], "--rampup-batch-size 2 2: it takes three numbers"),

@@ -1,12 +1,14 @@
 """The loss divided once: sums, counts and what is done where nothing is counted."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 from megatron import mpu
 from megatron.optimizer import Optimizer, OptimizerConfig
-from megatron.training.step import LossSum, normalized, train_step
+from megatron.training.step import LossSum, NonFiniteLoss, check_losses, normalized, scaled, train_step
 
 WEIGHT = torch.tensor([[1.0, -2.0, 3.0]])
 
@@ -56,3 +58,25 @@ def test_a_batch_that_counts_nothing_is_an_error() -> None:
         run(1.0, [0.0, 0.0])
     assert LossSum(0.0, 0.0).mean == 0.0
     assert [float(x) for x in normalized(torch.tensor(0.0), torch.tensor(0.0), "microbatch")] == [0.0, 1.0]
+
+
+def test_an_infinite_loss_has_no_finite_gradient() -> None:
+    """Of a token whose logit is minus infinity the loss is infinite, and its own gradient is finite."""
+    for lowest, finite in ((-1.0, True), (-math.inf, False)):
+        logits = torch.tensor([[0.0, lowest, 1.0]], dtype=torch.float16, requires_grad=True)
+        loss = nn.functional.cross_entropy(logits.float(), torch.tensor([1]))
+        assert loss.isfinite() == finite
+        (plain,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        assert plain.isfinite().all()
+        (gradient,) = torch.autograd.grad(scaled(loss, 8.0), logits)
+        assert gradient.isfinite().any() == finite
+        if finite:
+            assert torch.equal(gradient, plain * 8)
+
+
+def test_the_first_loss_that_is_not_finite_is_named() -> None:
+    numbers = [torch.tensor(x) for x in (1.0, 2.0, math.inf, math.nan)]
+    check_losses(numbers[:2], None)
+    with pytest.raises(NonFiniteLoss, match="micro-batch 2 of data-parallel rank 0") as caught:
+        check_losses(numbers, None)
+    assert (caught.value.data_rank, caught.value.micro_batch) == (0, 2)
