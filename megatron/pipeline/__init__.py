@@ -1,10 +1,12 @@
-"""Pipeline parallelism: which stage holds what, who does what when, who sends what to whom; all of it plain data."""
+"""Pipeline parallelism: which stage holds what, who does what when, who sends what to whom; all of it plain data.
+
+Needs no torch. `simulate.py` gives the time of a schedule, `show.py` draws it.
+"""
 
 from megatron.pipeline.actions import Action, Exchange, Message, Program, Schedule
 from megatron.pipeline.communication import input_of, output_of, programs
 from megatron.pipeline.config import PipelineConfig
 from megatron.pipeline.schedules import SCHEDULES, bubble, build_schedule, peak_in_flight
-from megatron.pipeline.simulate import Timeline, simulate
 from megatron.pipeline.stages import LayerSplit, Stage, head_cost
 from megatron.pipeline.validate import program_problems, schedule_problems
 
@@ -18,7 +20,6 @@ __all__ = [
     "Program",
     "Schedule",
     "Stage",
-    "Timeline",
     "bubble",
     "build_schedule",
     "head_cost",
@@ -28,5 +29,4 @@ __all__ = [
     "program_problems",
     "programs",
     "schedule_problems",
-    "simulate",
 ]

@@ -37,9 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--microbatches", type=int, default=8, help="micro-batches of an iteration (m)")
     parser.add_argument("--schedule", choices=SCHEDULES, default=SCHEDULES[0], help="the order of the passes")
     parser.add_argument("--forward-only", action="store_true", help="no backward passes, as in evaluation")
-    parser.add_argument(
-        "--forward-time", type=_duration, default=Fraction(1), help="time of a forward pass (of a chunk)"
-    )
+    parser.add_argument("--forward-time", type=_duration, default=Fraction(1), help="time of a forward pass")
     parser.add_argument("--backward-time", type=_duration, default=Fraction(2), help="time of a backward pass")
     parser.add_argument("--transfer-time", type=_duration, default=Fraction(0), help="time from a rank to the next one")
     parser.add_argument("--program", type=int, metavar="RANK", help="list what this rank computes, sends and receives")
