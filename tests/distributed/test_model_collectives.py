@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron import mpu
-from megatron.model import TransformerConfig, build_gpt
+from megatron.model import RecomputeConfig, TransformerConfig, build_gpt
 from megatron.model.embedding import Embedding
 from megatron.model.layer import transformer_layer
 from tests.harness.collectives import CollectiveCounter
@@ -29,10 +29,20 @@ def both_ways(output: Tensor, forward: CollectiveCounter) -> tuple[Counter[str],
     return forward.counts, backward.counts
 
 
-def count_model(rank: int, size: int, changes: dict[str, Any], labelled: bool) -> tuple[Counter[str], Counter[str]]:
+def count_model(
+    rank: int,
+    size: int,
+    changes: dict[str, Any],
+    labelled: bool,
+    shards: bool = False,
+    recompute: dict[str, Any] | None = None,
+) -> tuple[Counter[str], Counter[str]]:
     mpu.initialize_model_parallel(size)
     mpu.model_parallel_manual_seed(1)
-    model = build_gpt(config(**changes), VOCAB, 1, dtype=torch.float32, device="cpu")
+    again = RecomputeConfig(**(recompute or {}))
+    model = build_gpt(
+        config(**changes), VOCAB, 1, dtype=torch.float32, device="cpu", sequence_parallel=shards, recompute=again
+    )
     tokens = torch.arange(B * S).view(B, S)
     with CollectiveCounter() as forward:
         output = model(tokens, labels=tokens if labelled else None)
@@ -70,6 +80,55 @@ def test_logits_are_not_gathered(ranks: Ranks) -> None:
 
 def test_none_on_one_rank(ranks: Ranks) -> None:
     assert ranks(1, count_model, {"num_layers": 3}, True) == [(Counter(), Counter())]
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("norm_position", ["pre", "post"])
+def test_with_sequence_parallelism(ranks: Ranks, norm_position: str, chunk: int | None) -> None:
+    """A layer needs 2 all-gathers and 2 reduce-scatters forwards, 4 and 2 backwards; each end one and one, one and two.
+
+    The embedding: a reduce-scatter and backwards an all-gather. The output projection: an all-gather, backwards
+    another of the same and a reduce-scatter.
+    """
+    changes = {"num_layers": 3, "norm_position": norm_position, "cross_entropy_chunk_size": chunk}
+    for forward, backward in ranks(2, count_model, changes, True, True):
+        assert forward == {"all_gather": 2 * 3 + 1, "reduce_scatter": 2 * 3 + 1, "all_reduce": LOSS}
+        assert backward == {"all_gather": 4 * 3 + 2, "reduce_scatter": 2 * 3 + 1}
+
+
+FULL = {"recompute_granularity": "full"}
+
+
+@pytest.mark.parametrize(
+    ("recompute", "dropout", "again"),
+    [
+        (FULL, 0.1, 2 * 3),
+        (FULL | {"recompute_num_layers": 2}, 0.1, 2 * 3),
+        (FULL | {"recompute_method": "block", "recompute_num_layers": 2}, 0.1, 2 * 2),
+        ({"recompute_granularity": "selective"}, 0.1, 0),
+        # Without dropout nothing after the last all-reduce of a chunk is kept, and it is not run again.
+        (FULL, 0.0, 3),
+        (FULL | {"recompute_num_layers": 2}, 0.0, 2 * 3 - 2),
+    ],
+)
+def test_recomputation_repeats_those_of_the_forward_pass(
+    ranks: Ranks, recompute: dict[str, Any], dropout: float, again: int
+) -> None:
+    changes = {"num_layers": 3, "hidden_dropout": dropout}
+    for forward, backward in ranks(2, count_model, changes, True, False, recompute):
+        assert forward == {"all_reduce": 2 * 3 + 1 + LOSS}
+        assert backward == {"all_reduce": 2 * 3 + 1 + again}
+    for forward, backward in ranks(2, count_model, changes, True, True, recompute):
+        assert forward == {"all_gather": 2 * 3 + 1, "reduce_scatter": 2 * 3 + 1, "all_reduce": LOSS}
+        gathered = again if dropout else 2 * 3
+        assert backward == {"all_gather": 4 * 3 + 2 + gathered, "reduce_scatter": 2 * 3 + 1 + again}
+
+
+def test_inputs_that_are_shared_out_are_gathered_once(ranks: Ranks) -> None:
+    recompute = FULL | {"recompute_num_layers": 2, "distribute_saved_activations": True}
+    for forward, backward in ranks(2, count_model, {"num_layers": 3}, True, False, recompute):
+        assert forward == {"all_reduce": 2 * 3 + 1 + LOSS}
+        assert backward == {"all_reduce": 2 * 3 + 1 + 2 * 3, "all_gather": 2}
 
 
 def count_block(rank: int, size: int, norm_position: str) -> tuple[Counter[str], Counter[str], int]:

@@ -20,7 +20,7 @@ VOCAB = 61
 LENGTHS = [[11], [1, 4, 6], [2, 1, 1, 3, 4]]  # of the documents in three samples of 11 tokens
 
 
-def config(norm_position: str, dropout: float = 0.0) -> TransformerConfig:
+def config(norm_position: str, dropout: float = 0.0, backend: str = "fused") -> TransformerConfig:
     return TransformerConfig(
         num_layers=2,
         hidden_size=24,
@@ -29,6 +29,7 @@ def config(norm_position: str, dropout: float = 0.0) -> TransformerConfig:
         attention_dropout=dropout,
         hidden_dropout=dropout,
         norm_position=norm_position,
+        attention_backend=backend,
     )
 
 
@@ -60,9 +61,9 @@ def ids(seed: int) -> Tensor:
     return torch.randint(VOCAB, (3, 11), generator=torch.Generator().manual_seed(seed))
 
 
-def compare(rank: int, world_size: int, norm_position: str, recomputed: bool) -> None:
+def compare(rank: int, world_size: int, norm_position: str, recomputed: bool, backend: str = "fused") -> None:
     mpu.initialize_model_parallel(world_size)
-    chosen = config(norm_position)
+    chosen = config(norm_position, backend=backend)
     model = GPTModel(chosen, VOCAB, dtype=torch.float64)
     shapes = {name: sharding.global_shape for name, sharding in mpu.parameter_shardings(model).items()}
     weights = random_weights(shapes, 3, torch.float64)
@@ -94,6 +95,10 @@ def compare(rank: int, world_size: int, norm_position: str, recomputed: bool) ->
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_equal_to_a_plain_mask(ranks: Ranks, tensor: int, norm_position: str, recomputed: bool) -> None:
     ranks(tensor, compare, norm_position, recomputed)
+
+
+def test_equal_to_a_plain_mask_without_the_kernel(ranks: Ranks) -> None:
+    ranks(2, compare, "pre", False, "unfused")
 
 
 def test_a_token_reaches_its_own_document_alone() -> None:

@@ -39,13 +39,14 @@ def ids(seed: int = 0, length: int = 11) -> Tensor:
     return torch.randint(VOCAB, (3, length), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("norm_position", ["pre", "post"])
+@pytest.mark.parametrize(("norm_position", "backend"), [("pre", "fused"), ("post", "fused"), ("pre", "unfused")])
 @pytest.mark.parametrize("activation", ["gelu_tanh", "gelu_erf"])
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_losses_and_gradients_equal_the_serial_twin(
-    norm_position: str, activation: str, dtype: torch.dtype, tol: float
+    norm_position: str, backend: str, activation: str, dtype: torch.dtype, tol: float
 ) -> None:
-    chosen = config(norm_position=norm_position, activation=activation, kv_channels=10, ffn_hidden_size=20)
+    sizes = {"kv_channels": 10, "ffn_hidden_size": 20}
+    chosen = config(norm_position=norm_position, activation=activation, attention_backend=backend, **sizes)
     model, weights = model_and_weights(chosen, dtype)
     losses, expected = model(ids(0), labels=ids(1)), serial_losses(chosen, weights, ids(0), ids(1))
     assert losses.dtype == dtype
