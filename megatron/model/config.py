@@ -42,7 +42,7 @@ class TransformerConfig(Config):
     activation: str = flag("gelu_tanh", "GELU by its tanh approximation or exactly", choices=("gelu_tanh", "gelu_erf"))
     attention_backend: str = flag(
         "fused",
-        "fused: PyTorch's kernel, which keeps no s x s matrix; unfused: the matrix written out in their dtype",
+        "fused: PyTorch's kernel, which keeps no s x s matrix; unfused: the matrix written out and kept",
         choices=("fused", "unfused"),
     )
     attention_dropout: float = flag(0.1, "probability of dropping an attention weight")
