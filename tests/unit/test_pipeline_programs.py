@@ -126,6 +126,20 @@ def test_inputs_and_outputs_of_actions_are_what_the_program_exchanges(shape: tup
         assert [m for exchange in exchanges for m in exchange.sends] == [m for m in made if m is not None]
 
 
+def test_nothing_is_received_long_before_it_is_needed() -> None:
+    """At most two inputs lie on a rank of 1F1B, those of its next forward and of its next backward pass."""
+    for p, m in ((2, 8), (5, 3), (8, 32)):
+        for rank, program in enumerate(programs(build_schedule("1f1b", p, m))):
+            lying = 0
+            for instruction in program:
+                if isinstance(instruction, Exchange):
+                    lying += len(instruction.receives)
+                else:
+                    lying -= input_of(p, 1, rank, instruction) is not None
+                assert 0 <= lying <= 2
+            assert lying == 0
+
+
 # --- the time that exchanges cost -------------------------------------------------------------------------------------
 
 
