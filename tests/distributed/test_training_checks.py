@@ -17,8 +17,10 @@ SIZES = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, m
 
 def check_runs(rank: int, world_size: int, data_path: str) -> None:
     mpu.initialize_model_parallel(1)
-    training_checks.check_precision(data_path, "gloo", "bf16")
-    training_checks.check_sharded_optimizer(data_path, "gloo", 0.0, bf16=True, hidden_dropout=0.1, train_iters=6)
+    training_checks.check_precision(data_path, "gloo", "bf16", lr=5e-3, eval_iters=0)
+    training_checks.check_sharded_optimizer(
+        data_path, "gloo", 0.0, bf16=True, hidden_dropout=0.1, eval_iters=0, train_iters=5
+    )
 
 
 def check_fast_forms(rank: int, world_size: int) -> None:

@@ -20,7 +20,7 @@ from tests.harness.closeness import assert_close
 from tests.harness.runs import Recorder, flags
 
 # Largest difference of a run's losses from those of the float32 run, against the largest loss.
-CURVE_TOLERANCES = {"bf16": 1e-2, "fp16": 3e-3}
+CURVE_TOLERANCES = {"bf16": 5e-3, "fp16": 2e-3}
 # Largest difference of two ways to compute the same in one dtype, against the largest value.
 KERNEL_TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
