@@ -47,7 +47,8 @@ def read_state(directory: str | os.PathLike[str], iteration: int | None = None) 
     Arguments and errors as for `load_checkpoint`.
     """
     folder, number = _find(Path(directory), iteration)
-    return _read_state(folder, _read_index(folder, number))
+    index, _ = _read_index(folder, number)
+    return _read_state(folder, index)
 
 
 def load_checkpoint(
@@ -65,31 +66,39 @@ def load_checkpoint(
 
     Args:
         directory: where the folders `iter_NNNNNNN` and the tracker lie.
-        tensors: by global name; exactly those that the checkpoint has, less those in `skip`. What is in no rectangle
-            of a tensor, such as the padding rows of a vocabulary, becomes zero.
+        tensors: what this rank holds, by global name; those of all ranks together are exactly those that the
+            checkpoint has, less those in `skip`. What is in no rectangle of a tensor, such as the padding rows of a
+            vocabulary, becomes zero.
         rank: this rank's number, whose own tensors are returned.
         layout: the present parallel layout.
         iteration: which checkpoint; the one that the tracker names by default.
-        skip: beginnings of names that are left unread, such as "optimizer.".
-        world_size, group: with more than one rank, all agree on how the load went: one small all-reduce.
+        skip: beginnings of names that are left unread, such as "optimizer."; the same on all ranks.
+        world_size, group: ranks that load together. With more than one they agree on what they see, what they want and
+            how it went: four small all-reduces, the largest of a byte for each stored tensor.
 
     Raises ValueError naming the file or tensor, and on every rank that agrees, where there is no checkpoint, the
-    tracker, index or state is broken, the folder was given another number, a file is missing, cut or does not match
-    its checksums, or the stored tensors are not the wanted ones in name, shape and dtype, or do not cover each of them
-    exactly once. Only blocks that hold wanted values are read and verified. Nothing that is read can run code.
+    tracker, index or state is broken or not the same on all ranks, the folder was given another number, a file is
+    missing, cut or does not match its checksums, or the stored tensors are not the wanted ones in name, shape and
+    dtype, or do not cover each of them exactly once; then no tensor was touched, unless it was for a checksum. Only
+    blocks that hold wanted values are read and verified. Nothing that is read can run code.
     """
-    with Team(rank, world_size, group, ValueError).step():
+    team = Team(rank, world_size, group, ValueError)
+    with team.step():
         root = Path(directory)
         folder, number = _find(root, iteration)
         if rank == 0:
             _report_leftovers(root, folder)
-        index = _read_index(folder, number)
+        index, checksum = _read_index(folder, number)
         state = _read_state(folder, index)
         _check_files(folder, index)
-        _check_tensors(folder, index, tensors, tuple(skip))
+        stored = {name: t for name, t in index.contents.tensors.items() if not name.startswith(tuple(skip))}
+        _check_wanted(folder, stored, tensors)
+        index.contents.check_cover()
+    _check_nothing_is_left(team, folder, checksum, stored, tensors)
+    with team.step():
         with PieceReader(folder, index.block_bytes) as reader, torch.no_grad():
             for name, (tensor, place) in tensors.items():
-                _fill(reader, index.contents.tensors[name], tensor, place)
+                _fill(reader, stored[name], tensor, place)
             same_layout = json.loads(to_json(layout)) == index.layout
             own = _read_own(reader, folder, index, rank) if same_layout else None
         return LoadedState(index.iteration, state, dict(index.layout), own)
@@ -114,17 +123,19 @@ def _report_leftovers(directory: Path, loaded: Path) -> None:
         _logger.warning("%s: %s is %s", directory, entry.name, words)
 
 
-def _read_index(folder: Path, iteration: int) -> Index:
+def _read_index(folder: Path, iteration: int) -> tuple[Index, int]:
+    """The index, and the CRC-32 of its file."""
     path = folder / INDEX
+    content = path.read_bytes()
     try:
-        index = Index.from_json(path.read_bytes())
+        index = Index.from_json(content)
     except ValueError as error:
         raise ValueError(f"{path}: the index is broken: {error}") from error
     if index.iteration != iteration:
         raise ValueError(
             f"{path}: it is of iteration {index.iteration}, and the folder's name says {iteration}: they must be one"
         )
-    return index
+    return index, zlib.crc32(content)
 
 
 def _read_state(folder: Path, index: Index) -> dict[str, Any]:
@@ -152,14 +163,22 @@ def _check_files(folder: Path, index: Index) -> None:
             raise ValueError(f"{path}: it has {path.stat().st_size} bytes, {size} were written")
 
 
-def _check_tensors(folder: Path, index: Index, tensors: Placed, skip: tuple[str, ...]) -> None:
-    """Raise ValueError unless the wanted tensors are the stored ones, less those to skip, and each is covered once."""
-    stored = {name: tensor for name, tensor in index.contents.tensors.items() if not name.startswith(skip)}
+def _check_wanted(folder: Path, stored: Mapping[str, StoredTensor], tensors: Placed) -> None:
+    """Raise ValueError unless each of this rank's tensors is stored, in the wanted shape and dtype."""
     _refuse(folder, tensors.keys() - stored.keys(), "of the model are not in the checkpoint")
-    _refuse(folder, stored.keys() - tensors.keys(), "of the checkpoint are not in the model")
     for name, (tensor, place) in tensors.items():
         _check_kind(folder, stored[name], tensor, place)
-    index.contents.check_cover()
+
+
+def _check_nothing_is_left(
+    team: Team, folder: Path, checksum: int, stored: Mapping[str, StoredTensor], tensors: Placed
+) -> None:
+    """Raise ValueError, on all ranks, where a stored tensor is wanted by none of them; `checksum` is the index's."""
+    if not team.are_equal(checksum):
+        raise ValueError(f"{folder / INDEX}: it is not the same on all ranks, which must see one folder")
+    wanted = team.union([name in tensors for name in stored])
+    left = [name for name, is_wanted in zip(stored, wanted, strict=True) if not is_wanted]
+    _refuse(folder, left, "of the checkpoint are not in the model")
 
 
 def _refuse(folder: Path, names: Collection[str], words: str) -> None:

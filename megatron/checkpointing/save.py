@@ -64,7 +64,8 @@ def save_checkpoint(
         directory: made where it is absent. All ranks must see the same one.
         iteration: number of the checkpoint; an earlier one of the same number is replaced.
         tensors: what this rank writes, by global name, and which rectangles of the global tensors it is; perhaps
-            nothing. Of data replicas that hold the same values one hands them over.
+            nothing, also on the first rank. Of data replicas, and of pipeline stages with copies of a parameter, that
+            hold the same values, one hands them over.
         state: whatever else belongs to the run, as plain values (see `values.to_json`); the first rank's counts.
         rank_tensors: what belongs to this rank alone, such as the states of its random generators.
         rank, world_size: this rank's place in `group`.

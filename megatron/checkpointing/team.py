@@ -1,7 +1,7 @@
 """Steps that all ranks take together: when one fails, all raise its message, and none goes on alone."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,22 @@ class Team:
         message = self._first_failure(_words(failure))
         if message is not None:
             raise self._error(message) from failure
+
+    def union(self, flags: Sequence[bool]) -> list[bool]:
+        """Which of `flags` are set on any rank; all must give equally many. One all-reduce of a byte for each."""
+        if self._world_size == 1:
+            return list(flags)
+        found = torch.tensor(flags, dtype=torch.uint8, device=self._device())
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+        return [bool(flag) for flag in found.tolist()]
+
+    def are_equal(self, number: int) -> bool:
+        """Whether all ranks give the same number. One all-reduce of 16 bytes."""
+        if self._world_size == 1:
+            return True
+        least = torch.tensor([number, -number], device=self._device())
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._group)
+        return least.tolist() == [number, -number]
 
     def _first_failure(self, mine: str | None) -> str | None:
         """The message of the lowest rank that has one, with its number; None where no rank has one."""

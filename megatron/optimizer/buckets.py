@@ -101,9 +101,19 @@ def make_buckets(
     *,
     data: GroupInfo,
     sharded: bool,
+    parts: Mapping[str, int] | None = None,
 ) -> list[Bucket]:
-    """Move parameters, by name in the model's order, into buckets; `plan` says how, `Bucket` what comes of it."""
-    entries = [Entry(name, p.numel(), (p.dtype, p.device)) for name, p in parameters.items()]
+    """Move parameters, by name in the model's order, into buckets; `plan` says how, `Bucket` what comes of it.
+
+    Without `parts` all parameters are of one part. Raises ValueError for a parameter that is not in `parts`.
+    """
+    lost = [] if parts is None else [name for name in parameters if name not in parts]
+    if lost:
+        raise ValueError(f"parts: they do not say to which part of the model {', '.join(lost)} belong")
+    entries = [
+        Entry(name, p.numel(), (p.dtype, p.device), 0 if parts is None else parts[name])
+        for name, p in parameters.items()
+    ]
     buckets = []
     for layout in plan(entries, size, data.size, own):
         dtype = parameters[layout.slots[0].name].dtype

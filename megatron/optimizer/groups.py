@@ -16,12 +16,14 @@ class RankGroups:
         tensor: ranks that share the layers.
         model: ranks that hold one copy of the model together.
         everyone: model ranks x data ranks; of one rank where it was not given.
+        embedding: stages that have copies of the tied parameters; of one rank where there is no other.
     """
 
     data: GroupInfo
     tensor: GroupInfo
     model: GroupInfo
     everyone: GroupInfo
+    embedding: GroupInfo = SERIAL_GROUP
 
     @property
     def places(self) -> int:

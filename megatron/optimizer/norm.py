@@ -33,19 +33,17 @@ def _squared_norm(tensor: Tensor) -> Tensor:
     return blocks.square().sum() + rest.square()
 
 
-def shard_norms(buckets: Sequence[Bucket], counted: Collection[str]) -> dict[int, Tensor]:
-    """The squared norm of each data rank's shard of all buckets: of its own one if sharded, of all of them if not.
+def shard_norms(buckets: Sequence[Bucket], counted: Collection[str], ranks: Iterable[int]) -> dict[int, Tensor]:
+    """The squared norms of the shards of all buckets that belong to some data ranks, by rank.
 
     Args:
-        buckets: with gradients that are summed over the data ranks.
-        counted: names of the parameters that this rank counts; another tensor rank counts the others, which are only
-            looked at here for what is not finite.
-
-    The cuts between shards are made in both cases, so that the sums are equal bit for bit.
+        buckets: with gradients that are summed over the data ranks; perhaps none.
+        counted: names of the parameters that this rank counts; another tensor rank or stage counts the others, which
+            are only looked at here for what is not finite.
+        ranks: this data rank if the optimizer is sharded, all of them if not. The cuts between shards are made in both
+            cases, so that the sums are equal bit for bit.
     """
-    data = buckets[0].data
     others = {name for bucket in buckets for name in bucket.parameters} - set(counted)
-    ranks = [data.rank] if buckets[0].sharded else range(data.size)
     # What this rank does not count adds nothing, but 0 times infinity is not a number: it shows here too.
     return {rank: _shard_norm(buckets, counted, rank) + 0.0 * _shard_norm(buckets, others, rank) for rank in ranks}
 
@@ -70,11 +68,15 @@ def sum_of_places(values: Mapping[int, Tensor], places: int, group: GroupInfo, d
     return all_reduce(vector, group).sum()
 
 
-def names_not_finite(buckets: Sequence[Bucket]) -> list[str]:
-    """Names of the parameters whose gradients, as far as this rank holds them, are not finite, in the model's order."""
-    return [
+def words_on_non_finite(buckets: Sequence[Bucket]) -> str:
+    """Which parameters' gradients, as far as this rank holds them, are not finite, in the model's order."""
+    names = [
         segment.name
         for bucket in reversed(buckets)
         for segment in reversed(bucket.layout.segments(bucket.held))
         if not torch.isfinite(bucket.gradients[segment.range.slice]).all()
     ]
+    if not names:
+        return "all gradients of this rank are finite"
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"not finite on this rank: the gradients of {', '.join(names[:3])}{more}"

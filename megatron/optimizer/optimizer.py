@@ -5,6 +5,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -14,7 +15,7 @@ from megatron.optimizer.config import OptimizerConfig
 from megatron.optimizer.gradients import GradientReducer, sum_over_group
 from megatron.optimizer.groups import RankGroups, info
 from megatron.optimizer.loss_scaler import make_loss_scaler
-from megatron.optimizer.norm import names_not_finite, shard_norms, sum_of_places
+from megatron.optimizer.norm import shard_norms, sum_of_places, words_on_non_finite
 from megatron.optimizer.parameters import ParameterGatherer
 from megatron.optimizer.precision import PrecisionConfig
 from megatron.optimizer.state import PlacedState, state_tensors
@@ -30,16 +31,17 @@ class StepResult:
 
 
 class Optimizer:
-    """Trains a model that is split over tensor ranks and replicated over data ranks.
+    """Trains a model that is split over tensor ranks and pipeline stages, and replicated over data ranks.
 
-    One iteration: `zero_grad()`, a backward pass for each micro-batch, with `last_micro_batch()` before the last one,
-    `reduce_gradients(divisor)`, `step(lr)`. The loss of each micro-batch is multiplied by `loss_scale` before backward.
+    One iteration: `zero_grad()`, a backward pass for each micro-batch, with `last_micro_batch()` before the last one
+    (of each part of the model that runs apart), `reduce_gradients(divisor)`, `step(lr)`. The loss of each micro-batch
+    is multiplied by `loss_scale` before backward.
 
     Parameters with `requires_grad` become views of flat buffers, and their gradients are collected in others (see
     `Bucket`). With `--use-distributed-optimizer` each data rank keeps master weights and state of its share only.
 
     Args:
-        model: its parameters with `requires_grad` are trained; gradients are collected from now on.
+        model: what this rank holds; parameters with `requires_grad` are trained, gradients are collected from now on.
         shardings: where each parameter belongs, by the names of `model.named_parameters()`. One-dimensional parameters
             (biases, norms) are not decayed.
         config: which optimizer, its constants, clipping, and how data ranks share the work.
@@ -51,8 +53,14 @@ class Optimizer:
         model_rank: this rank's place in `model_group`.
         everyone: `model_group` times `data_group`; needed where both have several ranks and the optimizer is sharded.
         own_buckets: names of parameters that other modules read than those that have them, such as a tied embedding.
+        embedding_group: the stages that have copies of the parameters in `own_buckets`, each with a part of their
+            gradients; None where this rank's stage has none, or has the only one.
+        duplicates: names of parameters that another stage has too and counts in the norm.
+        parts: for each parameter the chunk of the model that it belongs to, where several run apart (an interleaved
+            pipeline): no bucket has parameters of two. Chunks complete their gradients from the last to the first.
 
-    Raises ValueError where nothing is trained, a parameter has no sharding, or `everyone` is missing.
+    Raises ValueError where nothing is trained, a parameter has no sharding or no part, or `everyone` is missing. With
+    a pipeline a stage may have nothing to train.
     """
 
     def __init__(
@@ -69,13 +77,18 @@ class Optimizer:
         model_rank: int = 0,
         everyone: ProcessGroup | None = None,
         own_buckets: Collection[str] = (),
+        embedding_group: ProcessGroup | None = None,
+        duplicates: Collection[str] = (),
+        parts: Mapping[str, int] | None = None,
     ) -> None:
         self._config, self._precision = config, precision or PrecisionConfig()
-        self._parameters = _trained(model, shardings)
-        self._shardings = {name: shardings[name] for name in self._parameters}
         tensor = info(tensor_group, tensor_rank)
         model_ranks = tensor if model_group is None else info(model_group, model_rank)
-        self._groups = RankGroups(info(data_group), tensor, model_ranks, info(everyone))
+        self._groups = RankGroups(info(data_group), tensor, model_ranks, info(everyone), info(embedding_group))
+        self._parameters = _trained(model, shardings, may_be_none=model_ranks.size > tensor.size)
+        self._shardings = {name: shardings[name] for name in self._parameters}
+        self._device = next(iter([*self._parameters.values(), *model.parameters()]), torch.empty(0)).device
+        self._duplicates = frozenset(duplicates)
         self._norm_group = self._groups.norm_group(self.sharded)
         self._buckets = make_buckets(
             self._parameters,
@@ -84,8 +97,12 @@ class Optimizer:
             own_buckets,
             data=self._groups.data,
             sharded=self.sharded,
+            parts=parts,
         )
-        self._reducer = GradientReducer(self._buckets, speaks=self._groups.data.rank == tensor.rank == 0)
+        copies = self._groups.embedding
+        tied = own_buckets if copies.size > 1 else ()
+        speaks = self._groups.data.rank == tensor.rank == 0
+        self._reducer = GradientReducer(self._buckets, tied, copies, speaks)
         self._overlaps_gathering = config.overlap_param_gather and self.sharded
         self._gatherer = ParameterGatherer(model, self._buckets, own_buckets, overlap=self._overlaps_gathering)
         self._updates = [BucketUpdate(bucket, self._is_decayed, config) for bucket in self._buckets]
@@ -117,21 +134,25 @@ class Optimizer:
         self._reducer.zero()
         self._divisor = 1.0
 
-    def last_micro_batch(self) -> None:
-        """Say that the backward pass that comes is the last one of the iteration.
+    def last_micro_batch(self, names: Collection[str] | None = None) -> None:
+        """Say that the backward pass that comes is the last of the iteration for the parameters `names`, or for all.
 
-        With `--overlap-grad-reduce` it sums the gradients over the data group, a bucket at a time, while it goes on.
+        With `--overlap-grad-reduce` it sums the gradients over the data group, a bucket at a time, while it goes on:
+        the collectives of `reduce_gradients`, but for those of parameters with copies on other stages. All data ranks
+        begin them in one order. `names` are the parameters of one or more of the `parts`, else ValueError is raised;
+        RuntimeError where their sums have begun.
         """
         if self._config.overlap_grad_reduce:
-            self._reducer.overlap()
+            self._reducer.overlap(names)
 
     def reduce_gradients(self, divisor: float) -> None:
         """Sum the gradients over the data group, or wait until that is done; `step` will divide them by `divisor`.
 
         `divisor` is what the summed loss is divided by over the whole global batch, usually its counted tokens; without
-        the loss scale. One all-reduce over the data group for each bucket, or one reduce-scatter if sharded; then one
-        all-reduce over the tensor group of gradients that its ranks have terms of. Raises ValueError where `divisor`
-        is not above 0.
+        the loss scale. One all-reduce over the data group for each bucket, or one reduce-scatter if sharded. The
+        buckets of parameters with copies on other stages come last, each after one all-reduce of it, in full, over the
+        embedding group. Then one all-reduce over the tensor group of gradients that its ranks have terms of. Raises
+        ValueError where `divisor` is not above 0.
         """
         if not divisor > 0:
             raise ValueError(f"gradients cannot be divided by {divisor}: no token of the global batch was counted")
@@ -157,15 +178,17 @@ class Optimizer:
         return {name: main_gradient(parameter) for name, parameter in self._parameters.items()}
 
     def gradient_norm(self) -> float:
-        """The 2-norm of the whole model's gradient, divided; equal on all ranks.
+        """The 2-norm of the whole model's gradient, divided; equal on all ranks. A parameter with copies counts once.
 
         One all-reduce of (model ranks x data ranks) float64 over the model group, over everyone if sharded.
         """
-        first = self._groups.tensor.rank == 0
+        data, first = self._groups.data, self._groups.tensor.rank == 0
         counted = {name for name, sharding in self._shardings.items() if first or sharding.split_dim is not None}
-        norms = shard_norms(self._buckets, counted)
+        norms = shard_norms(
+            self._buckets, counted - self._duplicates, [data.rank] if self.sharded else range(data.size)
+        )
         places = {self._groups.place(shard): value for shard, value in norms.items()}
-        total = sum_of_places(places, self._groups.places, self._norm_group, self._buckets[0].gradients.device)
+        total = sum_of_places(places, self._groups.places, self._norm_group, self._device)
         return total.sqrt().item() / (self._divisor * self.loss_scale)
 
     def step(self, lr: float) -> StepResult:
@@ -202,23 +225,16 @@ class Optimizer:
 
     def _skip(self, norm: float) -> StepResult:
         if not self._precision.fp16:
-            raise FloatingPointError(f"the gradient norm is {norm}; {self._words_on_non_finite()}")
+            raise FloatingPointError(f"the gradient norm is {norm}; {words_on_non_finite(self._buckets)}")
         scale, most = self.loss_scale, self._precision.max_skipped_steps
         self._scaler.update(overflow=True)
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= most:
             raise FloatingPointError(
                 f"--max-skipped-steps {most}: {self._skipped_in_a_row} steps in a row were skipped, as gradients are "
-                f"not finite even at a loss scale of {scale:g}; {self._words_on_non_finite()}"
+                f"not finite even at a loss scale of {scale:g}; {words_on_non_finite(self._buckets)}"
             )
         return StepResult(norm, skipped=True)
-
-    def _words_on_non_finite(self) -> str:
-        names = names_not_finite(self._buckets)
-        if not names:
-            return "all gradients of this rank are finite"
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f"not finite on this rank: the gradients of {', '.join(names[:3])}{more}"
 
     def wait_for_parameters(self) -> None:
         """Wait until all parameters are gathered. Forward passes of modules wait for their own by themselves."""
@@ -265,20 +281,23 @@ class Optimizer:
                 self._gatherer.start(number)
         self._gatherer.wait()
 
-    def state_tensors(self) -> PlacedState:
+    def state_tensors(self, *, duplicates: bool = True) -> PlacedState:
         """The optimizer's state and where it belongs, as `optimizer.exp_avg.NAME` and so on.
 
         They have the parameters' shapes, or are the 1-D ranges of them that this rank holds if sharded. They exist
-        before the first step and are filled in place by a load.
+        before the first step and are filled in place by a load. A save leaves out those of `duplicates`, which another
+        stage writes.
         """
         self._gatherer.wait()
-        return state_tensors(self._updates, self._parameters, self._shardings)
+        left_out = () if duplicates else self._duplicates
+        parameters = {name: p for name, p in self._parameters.items() if name not in left_out}
+        return state_tensors(self._updates, parameters, self._shardings)
 
 
-def _trained(model: nn.Module, shardings: Mapping[str, Sharding]) -> dict[str, nn.Parameter]:
-    """The parameters to train, by name. Raises ValueError where there are none or one has no sharding."""
+def _trained(model: nn.Module, shardings: Mapping[str, Sharding], *, may_be_none: bool) -> dict[str, nn.Parameter]:
+    """The parameters to train, by name. Raises ValueError where one has no sharding, or there is none and must be."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not parameters:
+    if not parameters and not may_be_none:
         raise ValueError("the model has no parameter with requires_grad: there is nothing to train")
     homeless = [name for name in parameters if name not in shardings]
     if homeless:

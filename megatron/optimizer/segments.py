@@ -37,11 +37,15 @@ class Range(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A parameter that is to be laid out; those of one bucket are of one kind (dtype and device)."""
+    """A parameter that is to be laid out; those of one bucket are of one kind (dtype and device) and one part.
+
+    A part is what one backward pass goes through: a chunk of the rank's model in an interleaved pipeline.
+    """
 
     name: str
     size: int
     kind: Hashable = None
+    part: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +108,7 @@ class Layout:
 
 
 def plan(entries: Iterable[Entry], bucket_size: int, ranks: int, own: Collection[str] = ()) -> list[Layout]:
-    """Lay parameters out in buckets, in the order in which a backward pass completes their gradients.
+    """Lay parameters out in buckets, in the order in which backward completes their gradients: the last part first.
 
     Args:
         entries: the parameters in the model's order; the buckets take them from the last to the first.
@@ -121,16 +125,16 @@ def _groups(entries: Iterable[Entry], bucket_size: int, own: Collection[str]) ->
     """The entries of each bucket; first those that backward completes first."""
     backward = list(reversed(list(entries)))
     groups: list[list[Entry]] = []
-    running: dict[Hashable, list[Entry]] = {}
+    running: dict[tuple[Hashable, int], list[Entry]] = {}
     for entry in backward:
         if entry.name in own:
             groups.append([entry])
             continue
-        group = running.setdefault(entry.kind, [])
+        group = running.setdefault((entry.kind, entry.part), [])
         group.append(entry)
         if sum(e.size for e in group) >= bucket_size:
-            groups.append(running.pop(entry.kind))
-    places = {entry.name: place for place, entry in enumerate(backward)}
+            groups.append(running.pop((entry.kind, entry.part)))
+    places = {entry.name: (-entry.part, place) for place, entry in enumerate(backward)}
     return sorted([*groups, *running.values()], key=lambda group: places[group[-1].name])
 
 

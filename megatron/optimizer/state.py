@@ -17,7 +17,7 @@ PlacedState = dict[str, tuple[Tensor, Sharding | FlatSharding]]
 def state_tensors(
     updates: Sequence[BucketUpdate], parameters: Mapping[str, nn.Parameter], shardings: Mapping[str, Sharding]
 ) -> PlacedState:
-    """What `updates` keep, as `optimizer.KIND.PARAMETER`, in the order of `parameters`.
+    """What `updates` keep of `parameters`, as `optimizer.KIND.PARAMETER`, in their order.
 
     A tensor has its parameter's shape; where a bucket is sharded it is the 1-D range of the parameter that this rank
     holds, without elements where it holds nothing of it, so that all ranks know all names.
@@ -28,6 +28,8 @@ def state_tensors(
             held = dict(zip([segment.name for segment in update.segments], tensors, strict=True))
             parts = {segment.name: segment.part for segment in update.segments}
             for slot in update.bucket.layout.slots:
+                if slot.name not in parameters:
+                    continue
                 name, part = f"optimizer.{kind}.{slot.name}", parts.get(slot.name, Range(0, 0))
                 tensor = held[slot.name] if part.size else torch.empty(0, dtype=update.dtype)
                 sharding = dataclasses.replace(shardings[slot.name], name=name)

@@ -139,12 +139,13 @@ def count_collectives(rank: int, world_size: int, directory: str) -> dict[str, i
         load_checkpoint(
             directory, targets(2, rank), rank=rank, layout={}, world_size=world_size, group=dist.group.WORLD
         )
-    assert counter.bytes["all_reduce"] == 8 * 4
+    # Each step of a save and of a load, the checksum of the index, and which of the tensors are wanted.
+    assert [call.bytes for call in counter.calls] == [8] * 3 + [8, 16, len(whole_tensors()), 8]
     return dict(counter.counts)
 
 
-def test_only_one_number_is_exchanged_at_a_time(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2, count_collectives, str(tmp_path)) == [{"all_reduce": 4}] * 2
+def test_only_a_few_bytes_are_exchanged_at_a_time(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, count_collectives, str(tmp_path)) == [{"all_reduce": 7}] * 2
 
 
 def no_space(*_: object) -> None:
@@ -220,6 +221,79 @@ def test_damage_that_one_rank_meets_stops_all(ranks: Ranks, tmp_path: Path) -> N
     first, second = ranks(2, damaged_for_one, str(tmp_path))
     assert first == second
     assert first.startswith("rank 1: ") and "rank_00001.safetensors: tensor rank1:rng.cpu does not match" in first
+
+
+STAGES = (("embedding", "columns", "norm"), ("rows", "fused", "count", "embedding"))
+_WORDS = {
+    "extra": "tensors of the model are not in the checkpoint: bias",
+    "left": "tensors of the checkpoint are not in the model: fused",
+    "shape": "tensor columns is float32 [8, 4] in the checkpoint and float64 [8, 4] in the model",
+}
+
+
+def stage_of(placed: Placed, stage: int) -> Placed:
+    return {name: placed[name] for name in STAGES[stage]}
+
+
+def refused(rank: int, world_size: int, directory: str) -> dict[str, str]:
+    """Saves by two stages with other names, and loads with one thing wrong on one of them."""
+    writes = stage_of(parts(1, 0), rank)
+    if rank == 1:  # a copy, which the first stage writes
+        del writes["embedding"]
+    save_at(Path(directory), rank, world_size, 1, tensors=writes)
+    messages = {}
+    for wrong in _WORDS:
+        wanted = stage_of(targets(1, 0), rank)
+        if rank == 0 and wrong == "shape":
+            wanted["columns"] = (wanted["columns"][0].double(), wanted["columns"][1])
+        if rank == 1 and wrong == "extra":
+            wanted["bias"] = (torch.zeros(4), Sharding("bias", (4,), None, 0))
+        if rank == 1 and wrong == "left":
+            del wanted["fused"]
+        before = {name: tensor.clone() for name, (tensor, _) in wanted.items()}
+        with pytest.raises(ValueError, match="tensors? ") as caught:
+            load_checkpoint(directory, wanted, rank=rank, layout={}, world_size=world_size)
+        assert all(torch.equal(tensor, before[name]) for name, (tensor, _) in wanted.items())
+        messages[wrong] = str(caught.value)
+    wanted = stage_of(targets(1, 0), rank)
+    load_checkpoint(directory, wanted, rank=rank, layout={}, world_size=world_size)
+    assert all(torch.equal(tensor, local_part(name, 1, 0)) for name, (tensor, _) in wanted.items())
+    return messages
+
+
+def test_stages_want_all_that_is_stored_together_and_nothing_else(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2, refused, str(tmp_path))
+    assert first == second
+    for wrong, words in _WORDS.items():
+        assert words in first[wrong]
+
+
+def nothing_on_the_first(rank: int, world_size: int, directory: str) -> None:
+    """The first rank has no tensor at all, neither to write nor to load."""
+    everything = parts(1, 0) if rank == 1 else {}
+    save_at(Path(directory), rank, world_size, 1, tensors=everything, rank_tensors={})
+    wanted = targets(1, 0) if rank == 1 else {}
+    assert load_checkpoint(directory, wanted, rank=rank, layout={}, world_size=world_size).state == {"saved by": 0}
+    assert all(torch.equal(tensor, local_part(name, 1, 0)) for name, (tensor, _) in wanted.items())
+
+
+def test_the_first_rank_may_hold_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, nothing_on_the_first, str(tmp_path))
+    assert [path.name for path in (tmp_path / "iter_0000001").glob("*.safetensors")] == ["rank_00001.safetensors"]
+
+
+def two_folders(rank: int, world_size: int, directory: str) -> str:
+    """Each rank has a good checkpoint of its own, as on nodes without a shared file system."""
+    mine = Path(directory, str(rank))
+    save_at(mine, 0, 1, 1, state={"seed": rank})
+    with pytest.raises(ValueError, match="same on all ranks") as caught:
+        load_checkpoint(mine, targets(1, 0), rank=rank, layout={}, world_size=world_size)
+    return str(caught.value)
+
+
+def test_two_checkpoints_are_not_taken_for_one(ranks: Ranks, tmp_path: Path) -> None:
+    for message in ranks(2, two_folders, str(tmp_path)):
+        assert "index.json: it is not the same on all ranks" in message
 
 
 class Block(nn.Module):

@@ -5,8 +5,9 @@ from hypothesis import strategies as st
 
 from megatron.optimizer.segments import ALIGNMENT, Entry, Layout, Range, plan
 
-entries = st.lists(st.tuples(st.integers(0, 700), st.sampled_from(["half", "float"])), min_size=1, max_size=12).map(
-    lambda sizes: [Entry(f"p{i}", size, kind) for i, (size, kind) in enumerate(sizes)]
+kinds = st.sampled_from(["half", "float"])
+entries = st.lists(st.tuples(st.integers(0, 700), kinds, st.integers(0, 2)), min_size=1, max_size=12).map(
+    lambda sizes: [Entry(f"p{i}", *of_one) for i, of_one in enumerate(sizes)]
 )
 ranks = st.sampled_from([1, 2, 3, 8, 512])
 
@@ -29,7 +30,7 @@ def test_every_parameter_lies_once_in_a_bucket_of_its_kind(
     assert names(layouts) == names(plan(given, size, 1, own))  # the boundaries do not depend on the ranks
     for layout in layouts:
         assert layout.size % (ALIGNMENT * ranks) == 0
-        assert len({by_name[slot.name].kind for slot in layout.slots}) == 1
+        assert len({(by_name[slot.name].kind, by_name[slot.name].part) for slot in layout.slots}) == 1
         assert len(layout.slots) == 1 or not {slot.name for slot in layout.slots} & own
         end = 0
         for slot in layout.slots:
@@ -42,8 +43,9 @@ def test_every_parameter_lies_once_in_a_bucket_of_its_kind(
 
 @given(entries, st.integers(1, 1500))
 def test_buckets_follow_the_backward_pass(given: list[Entry], size: int) -> None:
+    backward = sorted(given[::-1], key=lambda entry: -entry.part)  # the last part first
     for kind in ("half", "float"):
-        order = [entry.name for entry in reversed(given) if entry.kind == kind]
+        order = [entry.name for entry in backward if entry.kind == kind]
         assert [n for group in names(plan(given, size, 2)) for n in group if n in order] == order
 
 
