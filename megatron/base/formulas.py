@@ -31,13 +31,15 @@ def gpt_parameters(
     f: int | None = None,
     projection: int | None = None,
     final_norm: bool = True,
+    untied: bool = False,
 ) -> int:
-    """Parameters of a GPT with tied output embedding and learned positions, exactly.
+    """Parameters of a GPT with learned positions, exactly; with `untied` output weights there are V h more.
 
     The published `12 l h^2 (1 + 13/(12h) + (V+s)/(12 l h))` (arXiv:2104.04473, equation 2) leaves out the 2h of the
     final norm, which is counted here unless `final_norm` is false.
     """
-    return l * layer_parameters(h, f, projection) + (V + positions) * h + (2 * h if final_norm else 0)
+    vocabularies = 2 if untied else 1
+    return l * layer_parameters(h, f, projection) + (vocabularies * V + positions) * h + (2 * h if final_norm else 0)
 
 
 def layer_forward_flops(s: int, h: int, f: int | None = None, projection: int | None = None) -> int:

@@ -15,6 +15,7 @@ _SIGNATURE = (
     "layernorm_epsilon",
     "norm_position",
     "activation",
+    "untie_embeddings_and_output_weights",
 )
 
 
@@ -32,6 +33,9 @@ class TransformerConfig(Config):
     )
     make_vocab_size_divisible_by: int = flag(
         128, "pad the vocabulary to a multiple of this times --tensor-model-parallel-size"
+    )
+    untie_embeddings_and_output_weights: bool = flag(
+        False, "give the output projection a matrix of its own; by default it is the word embedding's"
     )
     layernorm_epsilon: float = flag(1e-5, "what layer norms add to the variance")
     norm_position: str = flag(

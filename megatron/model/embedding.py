@@ -12,7 +12,7 @@ from megatron.base.formulas import padded_vocab_size
 from megatron.model.config import TransformerConfig
 from megatron.model.dropout import dropout, dropout_stream
 from megatron.model.init import Fill, normal
-from megatron.model.placement import Placement
+from megatron.model.placement import Placement, shard_length
 
 
 class PositionEmbedding(nn.Module):
@@ -62,6 +62,30 @@ class PositionEmbedding(nn.Module):
                 raise ValueError(f"position {worst}: --max-position-embeddings {len(self.weight)} has no vector for it")
 
 
+def word_embeddings(
+    config: TransformerConfig, vocab_size: int, **where: Unpack[Placement]
+) -> mpu.VocabParallelEmbedding:
+    """A vector for each of `vocab_size` tokens, and rows of zeros up to a size that divides. weight: [v/t, h]."""
+    return mpu.VocabParallelEmbedding(
+        padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by, mpu.resolve_group(where.get("group")).size),
+        config.hidden_size,
+        init_method=normal(config.init_method_std),
+        real_num_embeddings=vocab_size,
+        **where,
+    )
+
+
+class EmbeddingCopy(nn.Module):
+    """The word embeddings alone, as the last stage of a pipeline has them a second time for its output projection.
+
+    They have the name that they have in `Embedding`, and so begin with equal weights. Arguments as `Embedding`.
+    """
+
+    def __init__(self, config: TransformerConfig, vocab_size: int, **where: Unpack[Placement]) -> None:
+        super().__init__()
+        self.word_embeddings = word_embeddings(config, vocab_size, **where)
+
+
 class Embedding(nn.Module):
     """Word and position embeddings, summed, then dropout.
 
@@ -79,13 +103,7 @@ class Embedding(nn.Module):
         self.dropout = config.hidden_dropout
         self.group = mpu.resolve_group(where.get("group"))
         self.sequence_parallel = where.get("sequence_parallel", False)
-        self.word_embeddings = mpu.VocabParallelEmbedding(
-            padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by, self.group.size),
-            config.hidden_size,
-            init_method=normal(config.init_method_std),
-            real_num_embeddings=vocab_size,
-            **where,
-        )
+        self.word_embeddings = word_embeddings(config, vocab_size, **where)
         self.position_embeddings = PositionEmbedding(config, **where)
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
@@ -102,10 +120,5 @@ class Embedding(nn.Module):
         """The positions of a sequence whose hidden states this rank has."""
         if not self.sequence_parallel:
             return slice(None)
-        if length % self.group.size:
-            raise ValueError(
-                f"--seq-length {length}: with --sequence-parallel it must be a multiple of "
-                f"--tensor-model-parallel-size {self.group.size}"
-            )
-        part = length // self.group.size
+        part = shard_length(length, self.group.size)
         return slice(self.group.rank * part, (self.group.rank + 1) * part)

@@ -1,4 +1,4 @@
-"""Where the parameters of a module are: keyword arguments that modules pass down unread."""
+"""Where parameters are: keyword arguments that modules pass down unread; and a tensor rank's share of a sequence."""
 
 from typing import TypedDict
 
@@ -21,3 +21,16 @@ class Placement(TypedDict, total=False):
     dtype: torch.dtype | None
     device: torch.device | str | None
     sequence_parallel: bool
+
+
+def shard_length(length: int, ranks: int) -> int:
+    """s/t, the tokens of a sequence that each of the tensor ranks has with sequence parallelism.
+
+    Raises ValueError where they cannot be equally many.
+    """
+    if length % ranks:
+        raise ValueError(
+            f"--seq-length {length}: with --sequence-parallel it must be a multiple of "
+            f"--tensor-model-parallel-size {ranks}"
+        )
+    return length // ranks

@@ -18,11 +18,13 @@ class RecomputeConfig(Config):
     recompute_method: str | None = flag(
         None,
         "of full recomputation. uniform (the default): keep the input of each --recompute-num-layers layers; "
-        "block: recompute the first --recompute-num-layers layers one by one and keep all of the others",
+        "block: recompute the first --recompute-num-layers layers of a stage one by one and keep all of the others",
         choices=(None, "uniform", "block"),
     )
     recompute_num_layers: int = flag(
-        1, "layers of a chunk (uniform), or layers that are recomputed (block)", aliases=["checkpoint-num-layers"]
+        1,
+        "layers that are recomputed together (uniform), or number of a stage's layers that are recomputed (block)",
+        aliases=["checkpoint-num-layers"],
     )
     distribute_saved_activations: bool = flag(
         False,
@@ -56,12 +58,14 @@ class RecomputeConfig(Config):
         return [f"{words}: it needs --recompute-granularity full" for words, there in given.items() if there]
 
     def layout_problems(self, layers: int, tensor_parallel_size: int, sequence_parallel: bool) -> list[str]:
-        """One sentence for each thing that does not fit a stage of `layers` layers on that many tensor ranks."""
+        """One sentence for each thing that does not fit stages of up to `layers` layers on that many tensor ranks.
+
+        A stage of fewer than `--recompute-num-layers` recomputes what it has.
+        """
         problems = []
         if self.recompute_num_layers > layers:
-            problems.append(
-                f"--recompute-num-layers {self.recompute_num_layers}: it must be at most the {layers} of a stage"
-            )
+            most = f"it must be at most {layers}, no stage has more layers"
+            problems.append(f"--recompute-num-layers {self.recompute_num_layers}: {most}")
         if self.distribute_saved_activations and tensor_parallel_size == 1:
             problems.append("--distribute-saved-activations: it needs --tensor-model-parallel-size above 1")
         elif self.distribute_saved_activations and sequence_parallel:
@@ -71,7 +75,7 @@ class RecomputeConfig(Config):
             )
         return problems
 
-    def chunks(self, layers: Sequence[str]) -> list[tuple[list[str], bool]]:
+    def groups(self, layers: Sequence[str]) -> list[tuple[list[str], bool]]:
         """The names of a stage's layers in groups that run as one, in order, and whether each group is recomputed."""
         names = list(layers)
         if self.granularity != "full":

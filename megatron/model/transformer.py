@@ -1,4 +1,4 @@
-"""The stack of layers and the norm after it."""
+"""The stack of layers, or the stages of it that a rank holds, and the norm after it."""
 
 import functools
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.base.complaints import raise_joined
+from megatron.base.stages import StagePart, part_problems, whole_model
 from megatron.model.config import TransformerConfig
 from megatron.model.documents import DocumentLengths
 from megatron.model.layer import transformer_layer
@@ -20,18 +21,20 @@ from megatron.model.recompute import RecomputeConfig
 class Transformer(nn.Module):
     """l layers, and a final norm where the layers are pre-norm.
 
-    The layers are named by their number in the whole model, so that names are equal at any layout. Full recomputation
-    runs a layer's forward collectives once more in the backward pass, and with distributed inputs an all-gather for
-    each input that is kept.
+    Of a pipeline a rank holds the layers of its own stages, and the norm where one of these is the last. The layers are
+    named by their number in the whole model, so that names are equal at any layout. Full recomputation runs a layer's
+    forward collectives once more in the backward pass, and with distributed inputs an all-gather for each input that is
+    kept.
 
     Args:
         config: the sizes and choices.
         causal: whether a position sees only itself and what is before it.
-        recompute: what is computed again in the backward pass.
+        recompute: what is computed again in the backward pass, by each stage for itself.
+        stages: what this rank holds, in the order of the model; the whole model by default.
         where: group, dtype and device of the parameters, and whether hidden states are a shard of the sequence.
 
     Raises `ConfigError` naming each size that does not divide over the tensor group, and what does not fit in
-    `recompute`.
+    `recompute` or `stages`.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Transformer(nn.Module):
         *,
         causal: bool,
         recompute: RecomputeConfig | None = None,
+        stages: Sequence[StagePart] | None = None,
         **where: Unpack[Placement],
     ) -> None:
         super().__init__()
@@ -47,7 +51,8 @@ class Transformer(nn.Module):
         self.recompute = recompute or RecomputeConfig()
         ranks, shards = self.group.size, where.get("sequence_parallel", False)
         fit = self.recompute.layout_problems(config.num_layers, ranks, shards)
-        raise_joined(config.tensor_problems(ranks) + fit)
+        self.stages = (whole_model(config.num_layers),) if stages is None else tuple(stages)
+        raise_joined(config.tensor_problems(ranks) + fit + part_problems(self.stages, config.num_layers))
         make = functools.partial(
             transformer_layer,
             config,
@@ -55,22 +60,30 @@ class Transformer(nn.Module):
             recompute_core=self.recompute.granularity == "selective",
             **where,
         )
-        self.layers = nn.ModuleDict({str(number): make() for number in range(config.num_layers)})
-        self.final_layernorm = LayerNorm(config, **where) if config.norm_position == "pre" else None
+        self.layers = nn.ModuleDict({str(number): make() for stage in self.stages for number in stage.layers})
+        normed = self.stages[-1].head and config.norm_position == "pre"
+        self.final_layernorm = LayerNorm(config, **where) if normed else None
 
-    def forward(self, hidden: Tensor, document_lengths: DocumentLengths | None = None) -> Tensor:
-        """[s, b, h] -> [s, b, h], or this rank's [s/t, b, h] of both.
+    def modules_of(self, chunk: int) -> list[nn.Module]:
+        """The layers of the stage `chunk`, and the norm after them where it has one."""
+        part = self.stages[chunk]
+        layers = [self.layers[str(number)] for number in part.layers]
+        return [*layers, self.final_layernorm] if part.head and self.final_layernorm is not None else layers
+
+    def forward(self, hidden: Tensor, document_lengths: DocumentLengths | None = None, chunk: int = 0) -> Tensor:
+        """[s, b, h] -> [s, b, h], or this rank's [s/t, b, h] of both, through the layers of its stage `chunk`.
 
         With `document_lengths` the documents of a sample do not see each other.
         """
-        for names, again in self.recompute.chunks(list(self.layers)):
+        part = self.stages[chunk]
+        for names, again in self.recompute.groups([str(number) for number in part.layers]):
             run = functools.partial(self.run, names, document_lengths)
             if again and torch.is_grad_enabled():
                 distribute = self.recompute.distribute_saved_activations
                 hidden = mpu.checkpoint(run, hidden, distribute=distribute, group=self.group)
             else:
                 hidden = run(hidden)
-        return hidden if self.final_layernorm is None else self.final_layernorm(hidden)
+        return self.final_layernorm(hidden) if part.head and self.final_layernorm is not None else hidden
 
     def run(self, names: Sequence[str], document_lengths: DocumentLengths | None, hidden: Tensor) -> Tensor:
         """The layers of these names, one after another."""

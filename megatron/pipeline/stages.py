@@ -1,4 +1,4 @@
-"""What each stage of the pipeline holds: its layers, the embedding, the final norm and the head."""
+"""What each stage of the pipeline holds: its layers, the embedding, the head with the final norm."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,19 +6,16 @@ from collections.abc import Callable
 from megatron.base.complaints import raise_joined
 from megatron.base.config import flag_name
 from megatron.base.formulas import layer_forward_flops
+from megatron.base.stages import StagePart
 from megatron.pipeline.nearest import nearest, nearest_words
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
-    """The part of the model that is chunk `chunk` of pipeline rank `rank`; `layers` are global numbers from 0."""
+class Stage(StagePart):
+    """The part of the model that is chunk `chunk` of pipeline rank `rank`."""
 
     rank: int
     chunk: int
-    layers: range
-    embedding: bool
-    final_norm: bool
-    head: bool
 
 
 def head_cost(s: int, h: int, V: int, f: int | None = None, projection: int | None = None) -> float:
@@ -85,7 +82,6 @@ class LayerSplit:
                 chunk=stage // p,
                 layers=range(end - count, end),
                 embedding=stage == 0,
-                final_norm=stage == p * v - 1,
                 head=stage == p * v - 1,
             )
             for stage, (count, end) in enumerate(zip(counts, ends, strict=True))

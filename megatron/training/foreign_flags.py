@@ -37,7 +37,7 @@ UNSUPPORTED = frozenset(
     """
     fp32-residual-connection fp16-lm-cross-entropy
     pipeline-model-parallel-size num-layers-per-virtual-pipeline-stage no-scatter-gather-tensors-in-pipeline
-    untie-embeddings-and-output-weights finetune no-load-optim no-load-rng no-save-optim no-save-rng ckpt-step
+    finetune no-load-optim no-load-rng no-save-optim no-save-rng ckpt-step
     override-lr-scheduler use-checkpoint-lr-scheduler exit-duration-in-mins exit-signal-handler
     apply-residual-connection-post-layernorm openai-gelu init-method-xavier-uniform log-params-norm
     log-num-zeros-in-grad log-timers-to-tensorboard

@@ -79,7 +79,7 @@ def check_misfits(rank: int, size: int) -> None:
     mpu.initialize_model_parallel(size)
     config = TransformerConfig(num_layers=2, hidden_size=24, num_attention_heads=4, max_position_embeddings=16)
     for given, message in (
-        ({"recompute_num_layers": 3}, "--recompute-num-layers 3: it must be at most the 2"),
+        ({"recompute_num_layers": 3}, "--recompute-num-layers 3: it must be at most 2, no stage has more layers"),
         ({"distribute_saved_activations": True}, "--distribute-saved-activations: with --sequence-parallel"),
     ):
         again = RecomputeConfig(**(FULL | given))

@@ -101,6 +101,7 @@ CHANGED: dict[str, Any] = {
     "layernorm_epsilon": 1e-6,
     "norm_position": "post",
     "activation": "gelu_erf",
+    "untie_embeddings_and_output_weights": True,
 }
 UNCHANGED: dict[str, Any] = {
     "make_vocab_size_divisible_by": 64,

@@ -11,8 +11,8 @@ FULL = {"recompute_granularity": "full"}
 
 
 def test_nothing_is_recomputed_by_default() -> None:
-    assert RecomputeConfig().chunks(["0", "1"]) == [(["0", "1"], False)]
-    assert RecomputeConfig(recompute_granularity="selective").chunks(["0", "1"]) == [(["0", "1"], False)]
+    assert RecomputeConfig().groups(["0", "1"]) == [(["0", "1"], False)]
+    assert RecomputeConfig(recompute_granularity="selective").groups(["0", "1"]) == [(["0", "1"], False)]
 
 
 @pytest.mark.parametrize(
@@ -26,8 +26,8 @@ def test_nothing_is_recomputed_by_default() -> None:
     ],
 )
 @pytest.mark.parametrize("name", [FULL, {"checkpoint_activations": True}])
-def test_chunks_of_full_recomputation(given: dict[str, Any], chunks: list[tuple[str, bool]], name: Any) -> None:
-    assert RecomputeConfig(**(name | given)).chunks("01234") == [(list(names), again) for names, again in chunks]
+def test_groups_of_full_recomputation(given: dict[str, Any], chunks: list[tuple[str, bool]], name: Any) -> None:
+    assert RecomputeConfig(**(name | given)).groups("01234") == [(list(names), again) for names, again in chunks]
 
 
 @pytest.mark.parametrize(
