@@ -141,6 +141,31 @@ def test_a_second_backward_after_the_last_one_is_refused(again: str) -> None:
         model.get_submodule(again).bias.sum().backward()
 
 
+def test_a_pass_that_is_announced_after_the_last_one_is_refused() -> None:
+    model = Tied()
+    optimizer = make_optimizer(model, overlap_grad_reduce=True)
+    optimizer.last_micro_batch()
+    loss_of(model, torch.arange(6).view(1, 6)).backward()
+    with pytest.raises(RuntimeError, match="has begun"):
+        optimizer.last_micro_batch()
+    optimizer.reduce_gradients(1.0)
+    optimizer.zero_grad()
+    optimizer.last_micro_batch()
+
+
+def test_parameters_that_share_a_bucket_have_their_last_pass_together() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = make_optimizer(model, overlap_grad_reduce=True)
+    with pytest.raises(ValueError, match=r"0\.bias is said .* without 1\.bias"):
+        optimizer.last_micro_batch(["0.weight", "0.bias", "another chunk's"])
+    shardings = mpu.parameter_shardings(model)
+    with pytest.raises(ValueError, match=r"which part of the model 1\.bias belong"):
+        Optimizer(model, shardings, OptimizerConfig(), parts={"0.weight": 0, "0.bias": 0, "1.weight": 1})
+    parts = {name: int(name[0]) for name in shardings}
+    optimizer = Optimizer(model, shardings, OptimizerConfig(overlap_grad_reduce=True), parts=parts)
+    optimizer.last_micro_batch(["0.weight", "0.bias"])
+
+
 def test_a_parameter_that_was_moved_away_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = make_optimizer(model)
