@@ -33,6 +33,7 @@ setup(
         "parquet": ["pyarrow>=15"],
         "test": [
             "hypothesis",
+            "matplotlib",
             "mypy",
             "pyarrow",
             "pytest",
