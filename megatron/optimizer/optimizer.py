@@ -18,7 +18,7 @@ from megatron.optimizer.loss_scaler import make_loss_scaler
 from megatron.optimizer.norm import shard_norms, sum_of_places, words_on_non_finite
 from megatron.optimizer.parameters import ParameterGatherer
 from megatron.optimizer.precision import PrecisionConfig
-from megatron.optimizer.state import PlacedState, state_tensors
+from megatron.optimizer.state import PlacedState, placed_gradients, state_tensors
 from megatron.optimizer.updates import BucketUpdate
 
 
@@ -176,6 +176,13 @@ class Optimizer:
         weights. If sharded, only this rank's share of them means anything once they are reduced.
         """
         return {name: main_gradient(parameter) for name, parameter in self._parameters.items()}
+
+    def placed_gradients(self) -> PlacedState:
+        """Copies of the reduced gradients, divided and not clipped, and where they belong.
+
+        Of this rank's share of them if sharded. To be asked for between `reduce_gradients` and `step`.
+        """
+        return placed_gradients(self._buckets, self._shardings, 1.0 / (self._divisor * self.loss_scale))
 
     def gradient_norm(self) -> float:
         """The 2-norm of the whole model's gradient, divided; equal on all ranks. A parameter with copies counts once.

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.mpu.sharding import Sharding
+from megatron.optimizer.buckets import Bucket
 from megatron.optimizer.placement import FlatSharding
 from megatron.optimizer.segments import Range
-from megatron.optimizer.updates import BucketUpdate
+from megatron.optimizer.updates import BucketUpdate, main_dtype
 
 PlacedState = dict[str, tuple[Tensor, Sharding | FlatSharding]]
 
@@ -36,6 +37,24 @@ def state_tensors(
                 shape = tuple(parameters[slot.name].shape)
                 found[slot.name][name] = _placed(tensor, sharding, shape, part, update.bucket.sharded)
     return {name: placed for of_one in found.values() for name, placed in of_one.items()}
+
+
+def placed_gradients(buckets: Sequence[Bucket], shardings: Mapping[str, Sharding], factor: float) -> PlacedState:
+    """The gradients in `buckets` times `factor`, by parameter: copies in the master weights' dtype.
+
+    They have the shapes that `state_tensors` gives to the state.
+    """
+    found: PlacedState = {}
+    for bucket in buckets:
+        held = {segment.name: segment for segment in bucket.layout.segments(bucket.held)}
+        for slot in bucket.layout.slots:
+            segment = held.get(slot.name)
+            place, part = (Range(0, 0), Range(0, 0)) if segment is None else (segment.range, segment.part)
+            gradient = bucket.gradients[place.slice]
+            shape = tuple(bucket.parameters[slot.name].shape)
+            tensor = gradient.to(main_dtype(gradient.dtype)) * factor
+            found[slot.name] = _placed(tensor, shardings[slot.name], shape, part, bucket.sharded)
+    return found
 
 
 def _placed(

@@ -243,6 +243,21 @@ def _tell_ignored(composed: type[ComposedConfig], namespace: argparse.Namespace)
             print(f"--{name} is ignored: {reason}", flush=True)
 
 
+def read_flags(
+    composed: type[ComposedConfig], argv: Sequence[str] | None = None, *, prog: str | None = None
+) -> tuple[dict[str, Any], list[str]]:
+    """What the command line (`sys.argv` where `argv` is None) and `--config FILE.yaml` give, and what is no flag.
+
+    Returns values by field name, one that cannot be read being `Invalid`, and a sentence for each unknown flag; both
+    are for `compose`.
+    """
+    parser = _parser_of(composed, prog)
+    words = _negative_values_attached(sys.argv[1:] if argv is None else argv)
+    namespace, extras = parser.parse_known_args(_with_config_file(words))
+    _tell_ignored(composed, namespace)
+    return _field_values(namespace), unknown_flag_problems(extras, parser, composed.unsupported_flags)
+
+
 def parse_composed(
     composed: type[Composed],
     argv: Sequence[str] | None = None,
@@ -257,10 +272,6 @@ def parse_composed(
     unknown flags, values that cannot be read, each section's own, those of the combination and, unless `check_inputs`
     is false, those of files that are named and cannot be used.
     """
-    parser = _parser_of(composed, prog)
-    words = _negative_values_attached(sys.argv[1:] if argv is None else argv)
-    namespace, extras = parser.parse_known_args(_with_config_file(words))
-    _tell_ignored(composed, namespace)
+    values, problems = read_flags(composed, argv, prog=prog)
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
-    problems = unknown_flag_problems(extras, parser, composed.unsupported_flags)
-    return compose(composed, _field_values(namespace), ranks, problems, check_inputs)
+    return compose(composed, values, ranks, problems, check_inputs)
