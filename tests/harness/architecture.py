@@ -20,6 +20,7 @@ FLOORS = {
     "checkpointing": 2,
     "training": 3,
     "tasks": 4,
+    "parity": 4,
     "planner": 4,
 }
 # Rooms that may import only these packages besides the standard library; rooms that may not import those.

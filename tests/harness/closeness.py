@@ -1,9 +1,10 @@
-"""What "equal" means in the tests: the largest difference against the largest value of a tensor."""
+"""Asserts that things are equal, by the rule of `megatron.parity.closeness`."""
 
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from megatron.parity.closeness import as_float64, difference
 
 
 def assert_close(actual: Any, expected: Any, tol: float, floor: float = 0.0) -> None:
@@ -32,24 +33,16 @@ def _compare(actual: Any, expected: Any, tol: float, floor: float, where: str) -
         for index, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
             _compare(mine, theirs, tol, floor, f"{where}[{index}]")
     else:
-        _compare_tensors(_as_float64(actual), _as_float64(expected), tol, floor, where)
+        _compare_tensors(actual, expected, tol, floor, where)
 
 
-def _as_float64(value: Any) -> Tensor:
-    return torch.as_tensor(value).detach().to("cpu", torch.float64)
-
-
-def _compare_tensors(actual: Tensor, expected: Tensor, tol: float, floor: float, where: str) -> None:
-    assert actual.shape == expected.shape, f"{where}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
-    if expected.numel() == 0:
-        return
-    assert torch.isfinite(expected).all(), f"{where}: the expected values are not all finite"
-    assert torch.isfinite(actual).all(), f"{where}: not all finite"
-    difference = (actual - expected).abs()
-    scale = max(expected.abs().max().item(), floor)
-    worst = difference.max().item()
-    position = tuple(int(i) for i in torch.unravel_index(difference.argmax(), difference.shape))
-    assert worst <= tol * scale, (
-        f"{where}: off by {worst:.3e} at {position} ({actual[position].item():.9g} against "
-        f"{expected[position].item():.9g}); accepted is {tol:g} x {scale:.3e} = {tol * scale:.3e}"
+def _compare_tensors(actual: Any, expected: Any, tol: float, floor: float, where: str) -> None:
+    mine, theirs = as_float64(actual), as_float64(expected)
+    assert mine.shape == theirs.shape, f"{where}: shape {tuple(mine.shape)}, expected {tuple(theirs.shape)}"
+    assert torch.isfinite(theirs).all(), f"{where}: the expected values are not all finite"
+    assert torch.isfinite(mine).all(), f"{where}: not all finite"
+    found = difference(mine, theirs, floor)
+    assert found.within(tol), (
+        f"{where}: off by {found.worst:.3e} at {found.position} ({found.actual:.9g} against "
+        f"{found.expected:.9g}); accepted is {tol:g} x {found.scale:.3e} = {tol * found.scale:.3e}"
     )

@@ -11,6 +11,8 @@ import torch
 import pretrain_gpt
 from megatron import mpu
 from megatron.data.indexed import IndexedWriter
+from megatron.parity.pieces import Piece, as_array, pieces_of
+from megatron.parity.pieces import assemble as assemble_pieces
 from megatron.training.arguments import parse_composed
 from megatron.training.config import RunConfig
 from megatron.training.observers import Metrics, Observer
@@ -90,9 +92,6 @@ class Recorder(Observer):
         self.evaluations.append(dict(metrics))
 
 
-Piece = tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]  # name, global shape, offset, values
-
-
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """What a run left on one rank. Steps, evaluations and messages are seen by the reporting rank alone."""
@@ -110,28 +109,13 @@ class Outcome:
         return [step[name] for step in self.steps]
 
 
-def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """A copy of the values; NumPy has no bfloat16, of which every value is a float32."""
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
-
-
-def trainee_pieces(trainee: Trainee) -> list[Piece]:
-    """The rectangles of the global tensors (weights and optimizer state) that this rank holds."""
-    pieces = []
-    for name, (tensor, sharding) in trainee.tensors().items():
-        for piece in sharding.pieces(tuple(tensor.shape)):
-            values = as_array(tensor[piece.local]).reshape(piece.shape)
-            pieces.append((name, sharding.global_shape, piece.offset, values))
-    return pieces
-
-
 def outcome_of(trainee: Trainee, recorder: Recorder) -> Outcome:
     """What a run left on this rank."""
     local = {name: as_array(tensor) for name, (tensor, _) in trainee.tensors().items()}
     rng = {name: state.numpy().copy() for name, state in mpu.rng_state().items()}
     progress = {"run": dataclasses.asdict(trainee.state), "optimizer": trainee.optimizer.state()}
     told = (recorder.steps, recorder.evaluations, recorder.messages)
-    return Outcome(*told, trainee_pieces(trainee), local, rng, progress)
+    return Outcome(*told, pieces_of(trainee.tensors()), local, rng, progress)
 
 
 def run_pretrain(rank: int, world_size: int, words: Sequence[str]) -> Outcome:
@@ -143,15 +127,8 @@ def run_pretrain(rank: int, world_size: int, words: Sequence[str]) -> Outcome:
 
 def assemble(outcomes: Iterable[Outcome]) -> dict[str, torch.Tensor]:
     """The global tensors from the pieces of all ranks; fails where an element is missing or replicas differ."""
-    whole: dict[str, np.ndarray] = {}
-    seen: dict[str, np.ndarray] = {}
-    for outcome in outcomes:
-        for name, shape, offset, values in outcome.pieces:
-            target = whole.setdefault(name, np.zeros(shape, values.dtype))
-            covered = seen.setdefault(name, np.zeros(shape, bool))
-            place = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
-            assert (target[place] == values)[covered[place]].all(), f"{name}: replicas differ"
-            target[place], covered[place] = values, True
-    missing = [name for name, covered in seen.items() if not covered.all()]
-    assert not missing, f"no rank holds all of {missing}"
-    return {name: torch.from_numpy(values) for name, values in whole.items()}
+    whole = assemble_pieces(piece for outcome in outcomes for piece in outcome.pieces)
+    assert not whole.missing, f"no rank holds all of {whole.missing}"
+    different = [name for name, apart in whole.apart.items() if apart > 0]
+    assert not different, f"replicas of {different} differ"
+    return whole.tensors
