@@ -34,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "post": {"norm_position": "post", "activation": "gelu_erf"},
     "sizes": {"kv_channels": 10, "ffn_hidden_size": 20},
     "chunks": {"cross_entropy_chunk_size": 7},
+    "untied": {"untie_embeddings_and_output_weights": True},
 }
 DTYPES = {"float32": (torch.float32, 1e-5), "float64": (torch.float64, 1e-12)}
 

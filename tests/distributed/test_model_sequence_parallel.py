@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "pre": {},
     "post": {"norm_position": "post", "activation": "gelu_erf", "attention_backend": "unfused"},
     "chunks": {"cross_entropy_chunk_size": 7, "kv_channels": 10, "ffn_hidden_size": 20},
+    "untied": {"untie_embeddings_and_output_weights": True},
 }
 
 

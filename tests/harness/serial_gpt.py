@@ -31,7 +31,7 @@ def serial_logits(config: TransformerConfig, weights: Weights, tokens: Tensor) -
         hidden = serial_layer(config, weights, f"transformer.layers.{number}.", hidden)
     if config.norm_position == "pre":
         hidden = norm(config, weights, "transformer.final_layernorm", hidden)
-    return hidden @ words.T
+    return hidden @ weights.get("output_layer.weight", words).T
 
 
 def serial_losses(config: TransformerConfig, weights: Weights, tokens: Tensor, labels: Tensor) -> Tensor:

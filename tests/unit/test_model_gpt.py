@@ -39,14 +39,21 @@ def ids(seed: int = 0, length: int = 11) -> Tensor:
     return torch.randint(VOCAB, (3, length), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("norm_position", "backend"), [("pre", "fused"), ("post", "fused"), ("pre", "unfused")])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"norm_position": "post"},
+        {"attention_backend": "unfused"},
+        {"untie_embeddings_and_output_weights": True},
+    ],
+)
 @pytest.mark.parametrize("activation", ["gelu_tanh", "gelu_erf"])
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_losses_and_gradients_equal_the_serial_twin(
-    norm_position: str, backend: str, activation: str, dtype: torch.dtype, tol: float
+    changes: dict[str, object], activation: str, dtype: torch.dtype, tol: float
 ) -> None:
-    sizes = {"kv_channels": 10, "ffn_hidden_size": 20}
-    chosen = config(norm_position=norm_position, activation=activation, attention_backend=backend, **sizes)
+    chosen = config(activation=activation, kv_channels=10, ffn_hidden_size=20, **changes)
     model, weights = model_and_weights(chosen, dtype)
     losses, expected = model(ids(0), labels=ids(1)), serial_losses(chosen, weights, ids(0), ids(1))
     assert losses.dtype == dtype
@@ -125,14 +132,14 @@ def test_attention_that_is_not_causal_sees_everything() -> None:
 
 
 @pytest.mark.parametrize("norm_position", ["pre", "post"])
+@pytest.mark.parametrize("untied", [False, True])
 @pytest.mark.parametrize("sizes", [{}, {"kv_channels": 10, "ffn_hidden_size": 20}])
-def test_parameter_count_is_the_formula(norm_position: str, sizes: dict[str, int]) -> None:
-    chosen = config(norm_position=norm_position, **sizes)
+def test_parameter_count_is_the_formula(norm_position: str, untied: bool, sizes: dict[str, int]) -> None:
+    chosen = config(norm_position=norm_position, untie_embeddings_and_output_weights=untied, **sizes)
     model = GPTModel(chosen, VOCAB, device="meta")
     counted = sum(torch.Size(sharding.global_shape).numel() for sharding in mpu.parameter_shardings(model).values())
-    assert counted == gpt_parameters(
-        2, 24, VOCAB, 16, chosen.ffn_size, chosen.projection_size, final_norm=norm_position == "pre"
-    )
+    shape = (2, 24, VOCAB, 16, chosen.ffn_size, chosen.projection_size)
+    assert counted == gpt_parameters(*shape, final_norm=norm_position == "pre", untied=untied)
 
 
 def names_of(chosen: TransformerConfig) -> list[str]:
@@ -159,6 +166,10 @@ def test_names_and_their_order() -> None:
         "transformer.final_layernorm.weight",
         "transformer.final_layernorm.bias",
     ]
+
+
+def test_untied_output_weights_come_last() -> None:
+    assert names_of(config(untie_embeddings_and_output_weights=True)) == [*names_of(config()), "output_layer.weight"]
 
 
 def test_post_norm_has_no_final_norm() -> None:
