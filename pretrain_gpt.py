@@ -10,20 +10,21 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from megatron import mpu
 from megatron.base.formulas import hardware_flops, model_flops
 from megatron.data import build_gpt_datasets
-from megatron.model import GPTModel, build_gpt
+from megatron.model import Chunk, GPTModel, build_gpt
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.arguments import parse_composed
 from megatron.training.config import RunConfig
 from megatron.training.failure import mistakes, user_errors
 from megatron.training.loop import pretrain
 from megatron.training.observers import Observer
+from megatron.training.pipeline import Batch
 from megatron.training.run import Datasets, SampleCounts
 from megatron.training.state import Trainee
-from megatron.training.step import Batch
 
 
 def provide_model(config: RunConfig, vocab_size: int, dtype: torch.dtype, device: torch.device) -> GPTModel:
@@ -36,6 +37,7 @@ def provide_model(config: RunConfig, vocab_size: int, dtype: torch.dtype, device
         device=device,
         sequence_parallel=config.distributed.sequence_parallel,
         recompute=config.recompute,
+        stages=config.stages_of(mpu.get_pipeline_model_parallel_rank(), vocab_size),
     )
 
 
@@ -50,16 +52,19 @@ def provide_datasets(config: RunConfig, tokenizer: Tokenizer, counts: SampleCoun
     )
 
 
-def forward_step(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The sum of the losses of the counted tokens of a micro-batch, and their number."""
-    losses = model(
+def forward_step(stage: Chunk, batch: Batch) -> tuple[Tensor, Tensor] | Tensor:
+    """Sum of the losses of a micro-batch's counted tokens, and their number; hidden states before the last stage."""
+    output = stage(
         batch["tokens"],
         batch.get("position_ids"),
         batch["labels"],
         document_lengths=batch.get("document_lengths"),
-    )  # [b, s]
+        hidden=batch.get("hidden"),
+    )  # losses [b, s], or hidden states [s, b, h], [s/t, b, h] with sequence parallelism
+    if not stage.last:
+        return output
     mask = batch["loss_mask"]  # [b, s]
-    return (losses * mask).sum(), mask.sum()
+    return (output * mask).sum(), mask.sum()
 
 
 def flops_per_sample(config: RunConfig, vocab_size: int) -> tuple[int, int]:
@@ -67,12 +72,13 @@ def flops_per_sample(config: RunConfig, vocab_size: int) -> tuple[int, int]:
     model, recompute = config.model, config.recompute
     sizes = (1, config.data.seq_length, model.num_layers, model.hidden_size, vocab_size)
     shape = (model.ffn_size, model.projection_size)
+    stages, each = config.layer_split(vocab_size).stages(), recompute.recompute_num_layers
     some = recompute.granularity == "full" and recompute.method == "block"
     executed = hardware_flops(
         *sizes,
         *shape,
         recompute_granularity=recompute.granularity,
-        recomputed_layers=recompute.recompute_num_layers if some else None,
+        recomputed_layers=sum(min(each, len(stage.layers)) for stage in stages) if some else None,
     )
     return model_flops(*sizes, *shape), executed
 

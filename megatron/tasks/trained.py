@@ -24,8 +24,14 @@ class StoredConfig:
 
 
 def stored_config(directory: str | os.PathLike[str]) -> StoredConfig:
-    """What the newest checkpoint below `directory` was trained with. Raises ValueError where there is none."""
-    config: dict[str, Any] = read_state(directory)["config"]
+    """What the newest checkpoint below `directory` was trained with.
+
+    Raises ValueError where there is none, or it does not say its model and tokenizer.
+    """
+    config: dict[str, Any] = read_state(directory).get("config", {})
+    missing = [name for name in ("model", "tokenizer") if name not in config]
+    if missing:
+        raise ValueError(f"{directory}: its checkpoint does not say its {' and '.join(missing)}")
     return StoredConfig(
         make_section(TransformerConfig, config["model"]),
         make_section(TokenizerConfig, config["tokenizer"]),

@@ -20,7 +20,9 @@ from megatron.model.recompute import RecomputeConfig
 from megatron.optimizer.config import OptimizerConfig
 from megatron.optimizer.precision import PrecisionConfig
 from megatron.optimizer.schedule import ScheduleConfig
+from megatron.pipeline import LayerSplit, PipelineConfig, Stage, head_cost
 from megatron.tokenizer import TokenizerConfig
+from megatron.training.fitting import batch_problems, ramp_up_problems, rank_problems
 from megatron.training.foreign_flags import IGNORED, UNSUPPORTED
 from megatron.training.observers import LoggingConfig
 from megatron.training.setup import DistributedConfig
@@ -106,6 +108,7 @@ class RunConfig(ComposedConfig):
     """
 
     distributed: DistributedConfig
+    pipeline: PipelineConfig
     model: TransformerConfig
     recompute: RecomputeConfig
     training: TrainingConfig
@@ -120,9 +123,28 @@ class RunConfig(ComposedConfig):
     ignored_flags: ClassVar[Mapping[str, str]] = IGNORED
     unsupported_flags: ClassVar[frozenset[str]] = UNSUPPORTED
 
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model together."""
+        return self.distributed.tensor_model_parallel_size * self.pipeline.pipeline_model_parallel_size
+
     def data_parallel_size(self, world_size: int) -> int:
         """Replicas of the model in a world of `world_size` ranks."""
-        return world_size // self.distributed.tensor_model_parallel_size
+        return world_size // self.model_parallel_size
+
+    def layer_split(self, vocab_size: int | None = None) -> LayerSplit:
+        """How the layers are divided over the stages.
+
+        `vocab_size` gives the cost of the head, where the flags ask to count it in; without it the stages are as many,
+        and as legal, but perhaps of other layers.
+        """
+        model, sizes = self.model, (self.data.seq_length, self.model.hidden_size)
+        cost = 1.0 if vocab_size is None else head_cost(*sizes, vocab_size, model.ffn_size, model.projection_size)
+        return self.pipeline.split(model.num_layers, head_cost=cost)
+
+    def stages_of(self, pipeline_rank: int, vocab_size: int) -> tuple[Stage, ...]:
+        """The stages that a pipeline rank holds, in the order of the model."""
+        return tuple(stage for stage in self.layer_split(vocab_size).stages() if stage.rank == pipeline_rank)
 
     def batch_schedule(self, world_size: int) -> BatchSchedule:
         """The size of each global batch."""
@@ -171,45 +193,46 @@ class RunConfig(ComposedConfig):
             f"--seq-length {length}: with --sequence-parallel it must be a multiple of --tensor-model-parallel-size {t}"
         ]
 
-    @combines("model", "recompute", "distributed")
-    def _recompute_problems(self, world_size: int) -> list[str]:
-        ranks = self.distributed
-        return self.recompute.layout_problems(
-            self.model.num_layers, ranks.tensor_model_parallel_size, ranks.sequence_parallel
-        )
+    @combines("model", "pipeline", "data")
+    def _split_problems(self, world_size: int) -> list[str]:
+        return self.layer_split().problems()
 
-    @combines("schedule", "training", "distributed")
+    @combines("model", "recompute", "distributed", "pipeline", "data")
+    def _recompute_problems(self, world_size: int) -> list[str]:
+        split, ranks = self.layer_split(), self.distributed
+        if split.problems():
+            return []
+        # The layers of balanced stages depend on the vocabulary, which is not read yet.
+        most = self.model.num_layers if split.head_cost else max(len(stage.layers) for stage in split.stages())
+        return self.recompute.layout_problems(most, ranks.tensor_model_parallel_size, ranks.sequence_parallel)
+
+    @combines("schedule", "training", "distributed", "pipeline")
     def _schedule_problems(self, world_size: int) -> list[str]:
         batch = self.batch_schedule(world_size).global_batch_size or None  # 0 where the ranks are too few
         return self.schedule.training_problems(self.training.train_iters, self.training.train_samples, batch)
 
-    @combines("training", "distributed")
+    @combines("distributed", "pipeline")
+    def _rank_problems(self, world_size: int) -> list[str]:
+        t, p = self.distributed.tensor_model_parallel_size, self.pipeline.pipeline_model_parallel_size
+        return rank_problems(t, p, world_size)
+
+    @combines("training", "distributed", "pipeline", "model", "data")
     def _batch_problems(self, world_size: int) -> list[str]:
-        t = self.distributed.tensor_model_parallel_size
-        if world_size % t:
-            wrong = f"--tensor-model-parallel-size {t}: it must divide the number of ranks, which is {world_size}"
-            return [f"{wrong}; torchrun --nproc-per-node starts more" if t > world_size else wrong]
-        total, micro = self.training.global_batch_size, self.training.micro_batch_size
-        data = self.data_parallel_size(world_size)
-        if total is not None and total % (micro * data):
-            return [
-                f"--global-batch-size {total}: it must be a multiple of --micro-batch-size {micro} times "
-                f"the data-parallel size {data}"
-            ]
-        return self._ramp_up_problems(world_size) or self._too_few_samples(world_size)
+        split = self.layer_split()
+        if world_size % self.model_parallel_size or split.problems():
+            return []  # told already
+        schedule, micro = self.batch_schedule(world_size), self.training.micro_batch_size
+        total, data = schedule.global_batch_size, self.data_parallel_size(world_size)
+        group = self.pipeline.pipeline_model_parallel_size if split.virtual_size > 1 else 1
+        return (
+            batch_problems(total, micro, data, group)
+            or self.pipeline.batch_problems(split.virtual_size, total, micro * data)
+            or ramp_up_problems(schedule, micro, data, group)
+            or self._too_few_samples(world_size)
+        )
 
     def _too_few_samples(self, world_size: int) -> list[str]:
         samples, first = self.training.train_samples, self.batch_schedule(world_size).size(0)
         if samples is None or samples >= first:
             return []
         return [f"--train-samples {samples}: it must be at least {first}, one global batch"]
-
-    def _ramp_up_problems(self, world_size: int) -> list[str]:
-        ramp, together = self.training.ramp_up, self.training.micro_batch_size * self.data_parallel_size(world_size)
-        found = self.batch_schedule(world_size).problems()
-        if not found and ramp is not None and (ramp.start % together or ramp.increment % together):
-            found.append(
-                f"--rampup-batch-size {ramp.start} {ramp.increment} {ramp.samples}: start and increment must be "
-                f"multiples of the micro batch times the data-parallel size, which is {together}"
-            )
-        return found

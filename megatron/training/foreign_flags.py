@@ -27,6 +27,7 @@ IGNORED: Mapping[str, str] = {
     "tensorboard-queue-size VALUE": "few numbers are written at a time",
     "log-batch-size-to-tensorboard": _ALL_TO_TENSORBOARD,
     "log-memory-to-tensorboard": _ALL_TO_TENSORBOARD,
+    "log-timers-to-tensorboard": f"{_ALL_TO_TENSORBOARD}, and the timers are there with --timing-log-level 1",
     "log-validation-ppl-to-tensorboard": _ALL_TO_TENSORBOARD,
     "no-log-learnig-rate-to-tensorboard": _ALL_TO_TENSORBOARD,  # so spelt there
     "no-log-loss-scale-to-tensorboard": _ALL_TO_TENSORBOARD,
@@ -36,10 +37,9 @@ IGNORED: Mapping[str, str] = {
 UNSUPPORTED = frozenset(
     """
     fp32-residual-connection fp16-lm-cross-entropy
-    pipeline-model-parallel-size num-layers-per-virtual-pipeline-stage no-scatter-gather-tensors-in-pipeline
     finetune no-load-optim no-load-rng no-save-optim no-save-rng ckpt-step
     override-lr-scheduler use-checkpoint-lr-scheduler exit-duration-in-mins exit-signal-handler
     apply-residual-connection-post-layernorm openai-gelu init-method-xavier-uniform log-params-norm
-    log-num-zeros-in-grad log-timers-to-tensorboard
+    log-num-zeros-in-grad
     """.split()  # noqa: SIM905 - as a list it would be a page
 )

@@ -6,14 +6,16 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import distributed as dist
+from torch import nn
 
 from megatron import mpu
 from megatron.optimizer import Optimizer
 from megatron.training.config import BatchSizes, RunConfig
 from megatron.training.failure import mistakes
+from megatron.training.losses import NonFiniteLoss
 from megatron.training.observers import Audience, Observer, configured_observers
+from megatron.training.pipeline import Batch, ForwardStep, Pipeline, make_pipeline
 from megatron.training.run import (
     SPLITS,
     DatasetProvider,
@@ -24,12 +26,14 @@ from megatron.training.run import (
     check_progress,
     check_replicas,
     check_vocabulary,
+    count_parameters,
     sample_counts,
 )
 from megatron.training.setup import World, distributed_world, world_size
-from megatron.training.state import RunState, Trainee, restore, save
-from megatron.training.step import Batch, ForwardStep, NonFiniteLoss, Step, evaluate, train_step
+from megatron.training.state import RunState, Trainee, duplicate_parameters, restore, save
+from megatron.training.step import Step, evaluate, train_step
 from megatron.training.throughput import Interval, memory_gib
+from megatron.training.timers import Timers
 
 # exp of a larger number is no float.
 _HIGHEST_EXPONENT = 700.0
@@ -52,9 +56,11 @@ def pretrain(
         model_provider: makes the model, given dtype and device, when model parallelism is initialised. Whatever it
             draws from PyTorch's default generators is equal on every rank. A model may have a method `signature()`,
             a JSON dict of the choices without which its weights mean something else: kept in checkpoints and compared.
+            With a pipeline it makes the stages of this rank (`config.stages_of`), as `GPTModel` has them.
         dataset_provider: makes training, validation and test sets for the asked numbers of samples; None for no set.
             See `training.run.SampleDataset` for what a set must have and may have.
-        forward_step: (model, micro-batch) -> sum of losses and number of counted tokens.
+        forward_step: (model, micro-batch) -> sum of losses and number of counted tokens; see
+            `training.pipeline.ForwardStep` for models in stages.
         vocab_size: real size of the vocabulary, without padding; no token id of the data may reach it.
         flops_per_sample: floating-point operations of one sample, forward and backward, for the log line's TFLOP/s and
             MFU, which are left out without it.
@@ -68,20 +74,25 @@ def pretrain(
         counts = sample_counts(config, world_size())
         datasets = dataset_provider(counts)
         check_lengths(datasets, counts)
-    with distributed_world(config.distributed, config.training.seed) as world:
+    pipeline_size, virtual_size = config.pipeline.pipeline_model_parallel_size, config.layer_split().virtual_size
+    with distributed_world(config.distributed, config.training.seed, pipeline_size, virtual_size) as world:
         with mistakes():
             check_precision(config, world)
             check_vocabulary(datasets, vocab_size, world)
-        trainee = _new_trainee(config, model_provider, world)
+        model = _new_model(config, model_provider, world)
+        with mistakes():
+            pipeline = _pipeline_of(config, model, world)
+        trainee = Trainee(model, _new_optimizer(config, model), RunState())
         with mistakes():
             messages = [line for d in datasets for line in getattr(d, "report", list)()]
             messages += restore(trainee, config, world)
             check_progress(config, trainee.state, world.size)
             # Nothing is written before this line: whatever is wrong has been told by now.
-            audience = Audience(_open_outputs(config, observers) if world.rank == 0 else [])
+            audience = Audience(_open_outputs(config, observers) if world.reports else [])
         state, flops = trainee.state, (flops_per_sample, hardware_flops_per_sample)
         end = config.iterations(world.size, state.iteration, state.consumed_samples)
-        run = Run(config, world, trainee, datasets, forward_step, end, flops, audience)
+        timers = Timers(world.device) if config.logging.timing_log_level else None
+        run = Run(config, world, trainee, pipeline, datasets, forward_step, end, flops, audience, timers)
         try:
             audience.on_start(_description(run))
             for message in messages:
@@ -104,11 +115,28 @@ def _open_outputs(config: RunConfig, observers: Sequence[Observer]) -> list[Obse
         raise ValueError(f"--save, --metrics-file or --tensorboard-dir cannot be written: {error}") from error
 
 
-def _new_trainee(config: RunConfig, model_provider: ModelProvider, world: World) -> Trainee:
+def _new_model(config: RunConfig, model_provider: ModelProvider, world: World) -> nn.Module:
     with mpu.get_rng_tracker().fork(mpu.PARAMETER_STREAM):
         model = model_provider(config.precision.dtype, world.device)
     check_replicas(model)
-    optimizer = Optimizer(
+    return model
+
+
+def _pipeline_of(config: RunConfig, model: nn.Module, world: World) -> Pipeline:
+    return make_pipeline(
+        model,
+        config.pipeline,
+        config.layer_split().virtual_size,
+        batch=(config.training.micro_batch_size, config.data.seq_length),
+        dtype=config.precision.dtype,
+        device=world.device,
+    )
+
+
+def _new_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
+    tied: list[str] = getattr(model, "tied_parameters", list)()
+    copied = bool(tied) and mpu.get_pipeline_model_parallel_world_size() > 1
+    return Optimizer(
         model,
         mpu.parameter_shardings(model),
         config.optimizer,
@@ -119,14 +147,14 @@ def _new_trainee(config: RunConfig, model_provider: ModelProvider, world: World)
         model_group=mpu.get_model_parallel_group(),
         model_rank=dist.get_rank(mpu.get_model_parallel_group()),
         everyone=dist.group.WORLD,
-        own_buckets=getattr(model, "tied_parameters", list)(),
+        own_buckets=tied,
+        embedding_group=mpu.get_embedding_group() if copied else None,
+        duplicates=duplicate_parameters(model),
+        parts=getattr(model, "parameter_chunks", dict)() or None,
     )
-    return Trainee(model, optimizer, RunState())
 
 
 def _description(run: Run) -> str:
-    shardings = mpu.parameter_shardings(run.trainee.model)
-    parameters = sum(torch.Size(s.global_shape).numel() for s in shardings.values())
     config, sizes, world, ramp = run.config, run.sizes(), run.world, run.config.training.ramp_up
     ramped = "" if ramp is None else f", from {ramp.start} by {ramp.increment} over {ramp.samples} samples"
     dtype = str(config.precision.dtype).removeprefix("torch.")
@@ -134,10 +162,19 @@ def _description(run: Run) -> str:
     sequence = " (sequence parallel)" if config.distributed.sequence_parallel else ""
     optimizer = " (sharded optimizer)" if run.trainee.optimizer.sharded else ""
     return (
-        f"{parameters:,} parameters in {dtype} on {world.size} ranks ({world.device.type}): tensor {tensor}{sequence}, "
-        f"data {data}{optimizer}; global batch {sizes.global_batch_size} = micro batch {sizes.micro_batch_size} x "
-        f"{sizes.num_micro_batches} x data{ramped}; {run.train_iters} iterations"
+        f"{count_parameters(run.trainee.model):,} parameters in {dtype} on {world.size} ranks ({world.device.type}): "
+        f"tensor {tensor}{sequence}, {_pipeline_words(run)}data {data}{optimizer}; global batch "
+        f"{sizes.global_batch_size} = micro batch {sizes.micro_batch_size} x {sizes.num_micro_batches} x data{ramped}; "
+        f"{run.train_iters} iterations"
     )
+
+
+def _pipeline_words(run: Run) -> str:
+    pipeline, virtual = run.config.pipeline, len(run.pipeline.chunks)
+    if pipeline.pipeline_model_parallel_size == 1:
+        return ""
+    stages = f", {virtual} virtual stages each" if virtual > 1 else ""
+    return f"pipeline {pipeline.pipeline_model_parallel_size} ({pipeline.pipeline_schedule}{stages}), "
 
 
 def _train(run: Run) -> None:
@@ -180,7 +217,8 @@ def _iterate(run: Run, batches: Iterator[Batch], interval: Interval) -> None:
     if _due(config.logging.log_interval, state.iteration):
         progress = {"iteration": state.iteration, "consumed-samples": state.consumed_samples, "lr": lr}
         memory = {"memory-GiB": memory_gib(run.world.device)}
-        run.audience.on_log({**progress, **interval.report(), **run.loss_scaling(), **memory})
+        timers = {} if run.timers is None else run.timers.report(interval.steps)
+        run.audience.on_log({**progress, **interval.report(), **run.loss_scaling(), **memory, **timers})
 
 
 def _skipped(iteration: int, before: float, after: float) -> str:
@@ -192,17 +230,16 @@ def _step(run: Run, batches: Iterator[Batch], lr: float, sizes: BatchSizes) -> S
     iteration = run.trainee.state.iteration + 1
     try:
         return train_step(
-            run.trainee.model,
+            run.pipeline,
             run.trainee.optimizer,
             batches,
             run.forward_step,
             num_micro_batches=sizes.num_micro_batches,
             lr=lr,
             normalization=run.config.training.loss_normalization,
-            data_group=mpu.get_data_parallel_group(),
-            device=run.world.device,
             expected_count=run.expected_count(sizes),
             check_loss=run.config.training.check_for_nan_in_loss,
+            timers=run.timers,
         )
     except NonFiniteLoss as error:
         raise FloatingPointError(f"iteration {iteration}: {run.words_on(error)}") from None
@@ -220,13 +257,14 @@ def _evaluate(run: Run, split: str) -> None:
     if dataset is None or config.eval_iters == 0:
         return
     run.trainee.optimizer.wait_for_parameters()
+    sizes = run.sizes()
     loss = evaluate(
-        run.trainee.model,
-        run.batches(dataset, 0, config.eval_iters * run.sizes().global_batch_size),
+        run.pipeline,
+        run.batches(dataset, 0, config.eval_iters * sizes.global_batch_size),
         run.forward_step,
+        num_micro_batches=sizes.num_micro_batches,
+        global_batches=config.eval_iters,
         normalization=config.loss_normalization,
-        data_group=mpu.get_data_parallel_group(),
-        device=run.world.device,
     ).mean
     if split == "validation":
         run.trainee.state.evaluated_iteration = run.trainee.state.iteration

@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron.base.config import Config, flag, minimum_problems
+from megatron.base.config import Config, choice_problems, flag, minimum_problems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,9 +21,15 @@ class LoggingConfig(Config):
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard scalars; none are written if not given")
     metrics_file: str | None = flag(None, "file to which each log line is appended as one JSON object")
     progress_bar: bool = flag(False, "show a progress bar")
+    timing_log_level: int = flag(
+        0,
+        "1 logs where the time of an iteration goes, the least and the most of all ranks; "
+        "on a GPU measuring it takes some time",
+        choices=(0, 1),
+    )
 
     def problems(self) -> list[str]:
-        found = minimum_problems(self, 1, "log_interval")
+        found = choice_problems(self) + minimum_problems(self, 1, "log_interval")
         if self.tensorboard_dir == "":
             found.append("--tensorboard-dir '': it must be a folder")
         return found

@@ -13,11 +13,13 @@ from megatron.base.complaints import raise_joined
 from megatron.data import GlobalBatchSampler, RampUp, build_loader
 from megatron.optimizer import learning_rate
 from megatron.training.config import BatchSizes, RunConfig
+from megatron.training.losses import NonFiniteLoss
 from megatron.training.observers import Audience
+from megatron.training.pipeline import Batch, ForwardStep, Pipeline
 from megatron.training.setup import World, device_facts
-from megatron.training.state import RunState, Trainee
-from megatron.training.step import Batch, ForwardStep, NonFiniteLoss
+from megatron.training.state import RunState, Trainee, duplicate_parameters
 from megatron.training.throughput import Workload, device_peak
+from megatron.training.timers import Timers
 
 
 class SampleDataset(Protocol):
@@ -54,11 +56,13 @@ class Run:
     config: RunConfig
     world: World
     trainee: Trainee
+    pipeline: Pipeline
     datasets: Datasets
     forward_step: ForwardStep
     train_iters: int
     flops_per_sample: tuple[float | None, float | None]
     audience: Audience
+    timers: Timers | None = None
 
     def sizes(self, consumed_samples: int | None = None) -> BatchSizes:
         """The batch of the iteration after `consumed_samples` samples; None is after the ramp-up."""
@@ -197,6 +201,17 @@ def check_replicas(model: nn.Module) -> None:
     for (name, _), different in zip(named, (lowest != highest).tolist(), strict=True):
         if different:
             raise ValueError(f"the parameter {name} does not start equal on all data-parallel replicas of the model")
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Parameters of the whole model, of which this rank has a part. One all-reduce of an integer over the pipeline."""
+    copies = duplicate_parameters(model)
+    own = {name: sharding for name, sharding in mpu.parameter_shardings(model).items() if name not in copies}
+    total = torch.tensor(sum(torch.Size(s.global_shape).numel() for s in own.values()))
+    if mpu.get_pipeline_model_parallel_world_size() > 1:
+        total = total.to(next(model.parameters()).device)
+        dist.all_reduce(total, group=mpu.get_pipeline_model_parallel_group())
+    return int(total.item())
 
 
 def _fingerprint(parameter: Tensor) -> Tensor:

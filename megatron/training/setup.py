@@ -49,12 +49,20 @@ class DistributedConfig(Config):
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """Where this process stands: its rank of `size`, its device, the store that the ranks met in (None if adopted)."""
+    """Where this process stands.
+
+    Attributes:
+        rank, size: its rank of that many.
+        device: what it calculates on.
+        store: the one that the ranks met in, None if adopted.
+        reports: whether it tells how the run goes: the first rank of the last stage, where losses are known.
+    """
 
     rank: int
     size: int
     device: torch.device
     store: Store | None
+    reports: bool
 
 
 def world_size() -> int:
@@ -106,9 +114,12 @@ def _meet(backend: str, timeout: datetime.timedelta, device: torch.device) -> St
 
 
 @contextlib.contextmanager
-def distributed_world(config: DistributedConfig, seed: int) -> Iterator[World]:
+def distributed_world(
+    config: DistributedConfig, seed: int, pipeline_size: int = 1, virtual_size: int = 1
+) -> Iterator[World]:
     """Process groups, device and generators for a run; an exception inside the block ends all ranks with its message.
 
+    The model is over `pipeline_size` ranks, each with `virtual_size` stages of it.
     What the caller has started already (`torch.distributed`, model parallelism of the same size) is adopted and left
     as it is, exceptions too; what is started here is ended here.
     """
@@ -120,10 +131,11 @@ def distributed_world(config: DistributedConfig, seed: int) -> Iterator[World]:
     failed = True
     try:
         with contextlib.nullcontext() if store is None else shared_failure(store, dist.get_rank()):
-            _quiet_unless_first(dist.get_rank())
-            _initialize_model_parallel(config, timeout)
+            _initialize_model_parallel((config.tensor_model_parallel_size, pipeline_size), virtual_size, timeout)
+            first = _quiet_unless_first_of_stage()
             mpu.model_parallel_manual_seed(seed)
-            yield World(dist.get_rank(), dist.get_world_size(), device, store)
+            reports = first and mpu.is_pipeline_last_stage(ignore_virtual=True)
+            yield World(dist.get_rank(), dist.get_world_size(), device, store, reports)
         failed = False
     finally:
         # After a failure the peers may be in a collective, and taking its group down could wait for them for ever.
@@ -132,15 +144,19 @@ def distributed_world(config: DistributedConfig, seed: int) -> Iterator[World]:
             dist.destroy_process_group()
 
 
-def _quiet_unless_first(rank: int) -> None:
-    """Warnings that all ranks would give alike are heard once."""
-    logging.getLogger("megatron").setLevel(logging.WARNING if rank == 0 else logging.ERROR)
+def _quiet_unless_first_of_stage() -> bool:
+    """Warnings that all ranks of a stage would give alike are heard once; whether this is the rank that gives them."""
+    first = mpu.get_tensor_model_parallel_rank() == mpu.get_data_parallel_rank() == 0
+    logging.getLogger("megatron").setLevel(logging.WARNING if first else logging.ERROR)
+    return first
 
 
-def _initialize_model_parallel(config: DistributedConfig, timeout: datetime.timedelta) -> None:
-    asked = config.tensor_model_parallel_size
+def _initialize_model_parallel(sizes: tuple[int, int], virtual_size: int, timeout: datetime.timedelta) -> None:
     if not mpu.model_parallel_is_initialized():
-        mpu.initialize_model_parallel(asked, timeout=timeout)
-    elif mpu.get_tensor_model_parallel_world_size() != asked:
-        there = mpu.get_tensor_model_parallel_world_size()
-        raise ValueError(f"--tensor-model-parallel-size {asked}: the groups that exist already are of {there} ranks")
+        mpu.initialize_model_parallel(*sizes, virtual_size if virtual_size > 1 else None, timeout=timeout)
+    there = (mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size())
+    for kind, asked, ranks in zip(("tensor", "pipeline"), sizes, there, strict=True):
+        if asked != ranks:
+            raise ValueError(
+                f"--{kind}-model-parallel-size {asked}: the groups that exist already are of {ranks} ranks"
+            )

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import platform
-from collections.abc import Iterable
 from importlib import metadata
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 
 from megatron import mpu
 from megatron.base.complaints import raise_joined
-from megatron.base.compose import make_section
+from megatron.base.compose import make_section, section_types
 from megatron.base.config import flag_name
 from megatron.checkpointing import iteration_to_load, load_checkpoint, read_state, save_checkpoint
 from megatron.checkpointing.placed import Placed
@@ -52,16 +51,21 @@ class Trainee:
 
     def tensors(self) -> Placed:
         """Weights and optimizer state by global name, each with its place in the global tensor."""
+        return {**self._weights(), **self.optimizer.state_tensors()}
+
+    def _weights(self) -> Placed:
         shardings = mpu.parameter_shardings(self.model)
         parameters = dict(self.model.named_parameters())
-        weights = {name: (parameters[name].detach(), sharding) for name, sharding in shardings.items()}
-        return {**weights, **self.optimizer.state_tensors()}
+        return {name: (parameters[name].detach(), sharding) for name, sharding in shardings.items()}
 
     def written(self) -> Placed:
-        """Those of the tensors that this rank writes: every one of a replica, or its own share of optimizer state."""
-        if mpu.get_data_parallel_rank() == 0:
-            return self.tensors()
-        return self.optimizer.state_tensors() if self.optimizer.sharded else {}
+        """Those of the tensors that this rank writes: every one of a replica, or its own share of optimizer state.
+
+        What is a copy of another stage's is left to that stage.
+        """
+        first, copies = mpu.get_data_parallel_rank() == 0, duplicate_parameters(self.model)
+        state = self.optimizer.state_tensors(duplicates=False) if first or self.optimizer.sharded else {}
+        return {name: held for name, held in self._weights().items() if name not in copies} | state if first else state
 
 
 def library_versions() -> dict[str, str]:
@@ -71,11 +75,19 @@ def library_versions() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": torch.__version__, **found}
 
 
+def duplicate_parameters(model: nn.Module) -> list[str]:
+    """Names of the parameters that are copies of another stage's, by the model's own word."""
+    names: list[str] = getattr(model, "duplicate_parameters", list)()
+    return names
+
+
 def layout() -> dict[str, int]:
     """The degrees of parallelism; per-rank state is restored only where they are equal."""
+    virtual = mpu.get_virtual_pipeline_model_parallel_world_size()
     return {
         "tensor": mpu.get_tensor_model_parallel_world_size(),
         "pipeline": mpu.get_pipeline_model_parallel_world_size(),
+        **({} if virtual is None else {"virtual": virtual}),
         "data": mpu.get_data_parallel_world_size(),
     }
 
@@ -124,6 +136,7 @@ def restore(trainee: Trainee, config: RunConfig, world: World) -> list[str]:
     if iteration is None:
         return [f"there is no checkpoint in {directory} yet: the run starts afresh"]
     stored = read_state(directory, iteration)
+    _check_complete(stored, directory)
     differences = model_differences(stored["model"], model_signature(trainee.model), directory)
     raise_joined(differences or format_differences(stored["config"], config, directory))
     loaded = load_checkpoint(
@@ -149,6 +162,23 @@ def restore(trainee: Trainee, config: RunConfig, world: World) -> list[str]:
     return [*messages, f"it was saved at another layout ({before}), so dropout goes on with other random numbers"]
 
 
+def _check_complete(stored: dict[str, Any], directory: str) -> None:
+    """Raise ValueError where the checkpoint in `directory` is not one of a training run, by what `stored` lacks."""
+    wanted = {"run": _PROGRESS, "model": (), "optimizer": ("step_count",), "config": ()}
+    missing = [part for part in wanted if part not in stored]
+    there = [part for part in wanted if part in stored]
+    missing += [f"{part}.{name}" for part in there for name in wanted[part] if name not in stored[part]]
+    if missing:
+        raise ValueError(f"--load {directory}: its checkpoint is not one to go on from, it lacks {', '.join(missing)}")
+
+
+def stored_section(stored: dict[str, Any], section: str) -> dict[str, Any]:
+    """A section of the config `stored` in a checkpoint; what an older one does not have is as it is by default."""
+    fields = dataclasses.fields(section_types(RunConfig)[section])
+    defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    return {**json.loads(json.dumps(defaults)), **stored.get(section, {})}
+
+
 def changes(stored: dict[str, Any], config: RunConfig) -> list[str]:
     """Sentences where flags that shape the learning rate or the order of the samples are not the checkpoint's.
 
@@ -160,21 +190,22 @@ def changes(stored: dict[str, Any], config: RunConfig) -> list[str]:
         "learning-rate schedule": [("schedule", tuple(now["schedule"])), run],
         "order of the samples": [("data", _ORDERING), run, ("training", ("seed",))],
     }
-    return [
-        f"the {what} is not the checkpoint's: {', '.join(found)}"
+    differences = {
+        what: [
+            f"{flag_name(name)} is {now[section][name]} and was {before.get(name)}"
+            for section, names in parts
+            for before in [stored_section(stored, section)]
+            for name in names
+            if now[section][name] != before.get(name)
+        ]
         for what, parts in shaping.items()
-        if (found := [text for section, names in parts for text in _changed(stored[section], now[section], names)])
-    ]
-
-
-def _changed(before: dict[str, Any], now: dict[str, Any], names: Iterable[str]) -> list[str]:
-    different = [name for name in names if now[name] != before.get(name)]
-    return [f"{flag_name(name)} is {now[name]} and was {before.get(name)}" for name in different]
+    }
+    return [f"the {what} is not the checkpoint's: {', '.join(found)}" for what, found in differences.items() if found]
 
 
 def stored_precision(stored: dict[str, Any]) -> PrecisionConfig:
     """The number formats of the run that saved the config `stored` in its checkpoint."""
-    return make_section(PrecisionConfig, stored["precision"])
+    return make_section(PrecisionConfig, stored.get("precision", {}))
 
 
 def format_differences(stored: dict[str, Any], config: RunConfig, directory: str) -> list[str]:
@@ -183,10 +214,8 @@ def format_differences(stored: dict[str, Any], config: RunConfig, directory: str
     `stored` is the config in the checkpoint.
     """
     before, now = stored_precision(stored).format_flag, config.precision.format_flag
-    kinds = {
-        now: before,
-        f"--optimizer {config.optimizer.optimizer}": f"--optimizer {stored['optimizer']['optimizer']}",
-    }
+    kind = stored_section(stored, "optimizer")["optimizer"]
+    kinds = {now: before, f"--optimizer {config.optimizer.optimizer}": f"--optimizer {kind}"}
     return [
         f"{mine}: the checkpoint in {directory} is of a run with {theirs}"
         for mine, theirs in kinds.items()
@@ -195,12 +224,16 @@ def format_differences(stored: dict[str, Any], config: RunConfig, directory: str
 
 
 def model_differences(stored: dict[str, Any], present: dict[str, Any], directory: str) -> list[str]:
-    """A sentence for each choice in which the model of the checkpoint in `directory` differs from the present one."""
+    """A sentence for each choice in which the model of the checkpoint in `directory` differs from the present one.
+
+    A choice that an older checkpoint does not name is as it is by default.
+    """
     if bool(stored) != bool(present) or stored.get("model") != present.get("model"):
         kinds = [signature.get("model", "a model of another kind") for signature in (stored, present)]
         return [f"--load {directory}: its checkpoint is of {kinds[0]}, this run trains {kinds[1]}"]
+    before = {**{name: stored_section({}, "model").get(name) for name in present}, **stored}
     return [
-        f"{flag_name(name)} {present.get(name)}: the model of the checkpoint in {directory} has {stored.get(name)}"
-        for name in sorted(stored.keys() | present.keys())
-        if stored.get(name) != present.get(name)
+        f"{flag_name(name)} {present.get(name)}: the model of the checkpoint in {directory} has {before[name]}"
+        for name in sorted(before)
+        if before[name] != present.get(name)
     ]

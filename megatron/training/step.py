@@ -1,33 +1,16 @@
-"""One training iteration and one evaluation: forward and backward over micro-batches, the loss divided once."""
+"""One training iteration and one evaluation: micro-batches through the stages, the loss divided once."""
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
-import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor
 
-from megatron.data import HOST_KEYS
 from megatron.optimizer import Optimizer
-
-Batch = dict[str, Tensor]
-
-# (model, batch) -> (sum of the losses of the counted tokens, their number), both scalars.
-ForwardStep = Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]
-
-
-@dataclasses.dataclass(frozen=True)
-class LossSum:
-    """A sum of losses and the number that divides it: counted tokens, or micro-batches where each is a mean already."""
-
-    total: float
-    count: float
-
-    @property
-    def mean(self) -> float:
-        """The loss; 0 where nothing was counted."""
-        return self.total / self.count if self.count > 0 else 0.0
+from megatron.training.losses import Losses, LossSum, scaled
+from megatron.training.pipeline import Batch, ForwardStep, Pipeline
+from megatron.training.timers import Timers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,67 +22,8 @@ class Step:
     skipped: bool = False
 
 
-class NonFiniteLoss(FloatingPointError):
-    """The loss of a micro-batch is not finite.
-
-    Attributes:
-        data_rank: the data-parallel rank whose it is.
-        micro_batch: its number among those of that rank in the iteration, from 0.
-    """
-
-    def __init__(self, data_rank: int, micro_batch: int) -> None:
-        super().__init__(f"the loss of micro-batch {micro_batch} of data-parallel rank {data_rank} is not finite")
-        self.data_rank = data_rank
-        self.micro_batch = micro_batch
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch on `device`, but for what the host reads; the copy from pinned memory does not wait."""
-    return {
-        name: tensor if name in HOST_KEYS else tensor.to(device, non_blocking=True) for name, tensor in batch.items()
-    }
-
-
-def normalized(loss: Tensor, tokens: Tensor, normalization: str) -> tuple[Tensor, Tensor]:
-    """The pair of a micro-batch as it enters the sums: itself for "tokens", (its mean, 1) for "microbatch"."""
-    if normalization == "tokens":
-        return loss, tokens
-    return loss / tokens.where(tokens > 0, 1), torch.ones_like(tokens)
-
-
-def scaled(loss: Tensor, factor: float) -> Tensor:
-    """`loss` times `factor` in float32; a loss that is not finite gets gradients that are not finite either.
-
-    Without that, an infinite loss of an impossible token could pass: the gradient of its cross entropy is finite.
-    """
-    return loss.float() * torch.where(loss.detach().isfinite(), factor, math.nan)
-
-
-def sum_over_replicas(total: Tensor, count: Tensor, data_group: dist.ProcessGroup | None) -> LossSum:
-    """Both numbers summed over the data-parallel replicas in float64, by one all-reduce of 16 bytes."""
-    pair = torch.stack([total.double(), count.double()])
-    if dist.is_initialized():
-        dist.all_reduce(pair, group=data_group)
-    return LossSum(*pair.tolist())
-
-
-def check_losses(losses: Sequence[Tensor], data_group: dist.ProcessGroup | None) -> None:
-    """Raise `NonFiniteLoss`, the same on all replicas, for the first of the micro-batches' `losses` that is not finite.
-
-    One all-reduce of one integer over the data group: for when it is known that some loss is wrong.
-    """
-    rank, size = (dist.get_rank(data_group), dist.get_world_size(data_group)) if dist.is_initialized() else (0, 1)
-    wrong = [k for k, loss in enumerate(losses) if not loss.isfinite()]
-    first = torch.tensor(wrong[0] * size + rank if wrong else len(losses) * size, device=losses[0].device)
-    if dist.is_initialized():
-        dist.all_reduce(first, op=dist.ReduceOp.MIN, group=data_group)
-    micro_batch, data_rank = divmod(int(first.item()), size)
-    if micro_batch < len(losses):
-        raise NonFiniteLoss(data_rank, micro_batch)
-
-
 def train_step(
-    model: nn.Module,
+    pipeline: Pipeline,
     optimizer: Optimizer,
     batches: Iterator[Batch],
     forward_step: ForwardStep,
@@ -107,10 +31,9 @@ def train_step(
     num_micro_batches: int,
     lr: float,
     normalization: str,
-    data_group: dist.ProcessGroup | None,
-    device: torch.device,
     expected_count: float | None = None,
     check_loss: bool = False,
+    timers: Timers | None = None,
 ) -> Step:
     """Run one iteration and change the weights.
 
@@ -122,43 +45,47 @@ def train_step(
             multiplied by the loss scale before backward, and the division is put right afterwards, so that the loss
             scale is relative to a mean. None where there is no loss scale.
         check_loss: stop at a loss that is not finite; FP16 skips the step for it in any case.
+        timers: add up where the time goes.
 
     Raises `ValueError` where nothing was counted, `NonFiniteLoss` as asked, and what `Optimizer.step` raises.
     """
-    model.train()
     optimizer.zero_grad()
-    losses: list[Tensor] = []
-    count = torch.zeros((), dtype=torch.float64, device=device)
-    for k in range(num_micro_batches):
-        loss, tokens = normalized(*forward_step(model, to_device(next(batches), device)), normalization)
-        if k == num_micro_batches - 1:
-            optimizer.last_micro_batch()
-        (loss if expected_count is None else scaled(loss, optimizer.loss_scale / expected_count)).backward()
-        losses.append(loss.detach().double())
-        count = count + tokens
-    loss_sum = sum_over_replicas(torch.stack(losses).sum(), count, data_group)
+    losses = Losses(normalization, pipeline.loss_ranks, pipeline.device)
+
+    def loss_of(loss: Tensor, tokens: Tensor) -> Tensor:
+        loss = losses.add(loss, tokens)
+        return loss if expected_count is None else scaled(loss, optimizer.loss_scale / expected_count)
+
+    pipeline.train(batches, forward_step, loss_of, num_micro_batches, optimizer.last_micro_batch, timers)
+    with _measured(timers, "pipeline-wait"):  # for the stages that end later
+        loss_sum = losses.total()
     if check_loss and expected_count is None and not math.isfinite(loss_sum.total):
-        check_losses(losses, data_group)
-    optimizer.reduce_gradients(loss_sum.count / (expected_count or 1.0))
-    result = optimizer.step(lr)
+        losses.check()
+    with _measured(timers, "reduce-gradients"):
+        optimizer.reduce_gradients(loss_sum.count / (expected_count or 1.0))
+    with _measured(timers, "optimizer-step"):
+        result = optimizer.step(lr)
     return Step(loss_sum, result.grad_norm, result.skipped)
 
 
-@torch.no_grad()
+def _measured(timers: Timers | None, name: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if timers is None else timers.measure(name)
+
+
 def evaluate(
-    model: nn.Module,
+    pipeline: Pipeline,
     batches: Iterator[Batch],
     forward_step: ForwardStep,
     *,
+    num_micro_batches: int,
+    global_batches: int,
     normalization: str,
-    data_group: dist.ProcessGroup | None,
-    device: torch.device,
 ) -> LossSum:
-    """The loss over all `batches` of all replicas, without dropout; weights and generators stay as they are."""
-    model.eval()
-    total = count = torch.zeros((), dtype=torch.float64, device=device)
-    for batch in batches:
-        loss, tokens = normalized(*forward_step(model, to_device(batch, device)), normalization)
-        total, count = total + loss, count + tokens
-    model.train()
-    return sum_over_replicas(total, count, data_group)
+    """The loss over so many global batches of all replicas, without dropout; weights and generators stay as they are.
+
+    `num_micro_batches` are those of one global batch on this replica. Equal on all ranks.
+    """
+    losses = Losses(normalization, pipeline.loss_ranks, pipeline.device)
+    for _ in range(global_batches):
+        pipeline.evaluate(batches, forward_step, losses.add, num_micro_batches)
+    return losses.total()

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from megatron.base.devices import peak_flops
-from megatron.training.step import LossSum, Step
+from megatron.training.losses import LossSum
+from megatron.training.step import Step
 
 GIB = 1024**3
 
@@ -61,6 +62,11 @@ class Interval:
         """Count one iteration of that many samples."""
         self._steps.append(step)
         self._samples += samples
+
+    @property
+    def steps(self) -> int:
+        """Iterations since the last report."""
+        return len(self._steps)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

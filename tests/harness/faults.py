@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from unittest import mock
 
-from torch import Tensor, nn
+from torch import Tensor
 
 import pretrain_gpt
-from megatron.training.step import Batch, ForwardStep
+from megatron.model import Chunk
+from megatron.training.pipeline import Batch, ForwardStep
 from tests.harness.runs import Outcome, run_pretrain
 
 # Split over the tensor ranks, so that its gradient concerns one of them alone.
@@ -49,14 +50,16 @@ def _spoilt(forward_step: ForwardStep, fault: Fault) -> ForwardStep:
     factors = {"gradient": 1.0}
     hooked = False
 
-    def step(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    def step(stage: Chunk, batch: Batch) -> tuple[Tensor, Tensor] | Tensor:
         nonlocal hooked
+        model = stage.model
         if not hooked:
             model.get_parameter(_BIAS).register_hook(lambda gradient: gradient * factors["gradient"])
             hooked = True
         wrong = model.training and next(numbers) in fault.passes
         factors["gradient"] = math.inf if wrong and fault.kind == "gradient" else 1.0
-        loss, count = forward_step(model, batch)
-        return (loss * math.nan if wrong and fault.kind == "loss" else loss), count
+        output = forward_step(stage, batch)
+        factor = math.nan if wrong and fault.kind == "loss" else 1.0
+        return output * factor if isinstance(output, Tensor) else (output[0] * factor, output[1])
 
     return step

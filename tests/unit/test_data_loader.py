@@ -9,7 +9,7 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed import IndexedDataset
 from megatron.data.loader import build_loader
 from megatron.data.samplers import GlobalBatchSampler
-from megatron.training.step import to_device
+from megatron.training.pipeline import to_device
 from tests.harness.token_files import write_token_files
 
 

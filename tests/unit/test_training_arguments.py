@@ -161,12 +161,12 @@ def test_old_names_of_megatron_lm_are_read() -> None:
 
 
 def test_flags_for_what_is_not_here_are_refused_by_name() -> None:
-    words = [*flags("data"), "--fp16-lm-cross-entropy", "--pipeline-model-parallel-size", "2", "--vocab", "x"]
+    words = [*flags("data"), "--fp16-lm-cross-entropy", "--openai-gelu", "--vocab", "x"]
     with pytest.raises(ConfigError) as caught:
         parse_composed(RunConfig, words, world_size=1, check_inputs=False)
     assert caught.value.problems == [
         "--fp16-lm-cross-entropy is a flag of Megatron-LM for something that is not supported here",
-        "--pipeline-model-parallel-size is a flag of Megatron-LM for something that is not supported here",
+        "--openai-gelu is a flag of Megatron-LM for something that is not supported here",
         "--vocab is not known, the nearest is --vocab-file; --help lists all flags",
     ]
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron.training.losses import LossSum
 from megatron.training.observers import Audience, Console, JsonLines, LoggingConfig, configured_observers
-from megatron.training.step import LossSum, Step
+from megatron.training.step import Step
 from megatron.training.throughput import Interval, Workload
 
 METRICS = {"iteration": 20, "consumed-samples": 160, "lr": 1e-4, "loss": 2.5, "MFU": 0.5}

@@ -8,7 +8,9 @@ from torch import nn
 
 from megatron import mpu
 from megatron.optimizer import Optimizer, OptimizerConfig
-from megatron.training.step import LossSum, NonFiniteLoss, check_losses, normalized, scaled, train_step
+from megatron.training.losses import Losses, LossRanks, LossSum, NonFiniteLoss, normalized, scaled
+from megatron.training.pipeline import Pipeline
+from megatron.training.step import train_step
 
 WEIGHT = torch.tensor([[1.0, -2.0, 3.0]])
 
@@ -26,15 +28,13 @@ def run(scale: float, counts: list[float], normalization: str = "tokens") -> tup
         return module(batch["x"]).sum() * scale, torch.tensor(next(numbers))
 
     step = train_step(
-        model,
+        Pipeline(model),
         optimizer,
         batches,
         forward_step,
         num_micro_batches=len(counts),
         lr=0.0,
         normalization=normalization,
-        data_group=None,
-        device=torch.device("cpu"),
     )
     return step.loss.mean, step.grad_norm
 
@@ -75,8 +75,12 @@ def test_an_infinite_loss_has_no_finite_gradient() -> None:
 
 
 def test_the_first_loss_that_is_not_finite_is_named() -> None:
-    numbers = [torch.tensor(x) for x in (1.0, 2.0, math.inf, math.nan)]
-    check_losses(numbers[:2], None)
+    losses = Losses("tokens", LossRanks(), torch.device("cpu"))
+    for number in (1.0, 2.0):
+        losses.add(torch.tensor(number), torch.tensor(1.0))
+    losses.check()
+    for number in (math.inf, math.nan):
+        losses.add(torch.tensor(number), torch.tensor(1.0))
     with pytest.raises(NonFiniteLoss, match="micro-batch 2 of data-parallel rank 0") as caught:
-        check_losses(numbers, None)
+        losses.check()
     assert (caught.value.data_rank, caught.value.micro_batch) == (0, 2)

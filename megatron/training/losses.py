@@ -1,0 +1,111 @@
+"""Losses of micro-batches: summed over an iteration and all replicas, known on every stage, divided once."""
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from megatron.mpu.initialize import SERIAL_GROUP, GroupInfo
+
+
+@dataclasses.dataclass(frozen=True)
+class LossSum:
+    """A sum of losses and the number that divides it: counted tokens, or micro-batches where each is a mean already."""
+
+    total: float
+    count: float
+
+    @property
+    def mean(self) -> float:
+        """The loss; 0 where nothing was counted."""
+        return self.total / self.count if self.count > 0 else 0.0
+
+
+class NonFiniteLoss(FloatingPointError):
+    """The loss of a micro-batch is not finite.
+
+    Attributes:
+        data_rank: the data-parallel rank whose it is.
+        micro_batch: its number among those of that rank in the iteration, from 0.
+    """
+
+    def __init__(self, data_rank: int, micro_batch: int) -> None:
+        super().__init__(f"the loss of micro-batch {micro_batch} of data-parallel rank {data_rank} is not finite")
+        self.data_rank = data_rank
+        self.micro_batch = micro_batch
+
+
+def normalized(loss: Tensor, tokens: Tensor, normalization: str) -> tuple[Tensor, Tensor]:
+    """The pair of a micro-batch as it enters the sums: itself for "tokens", (its mean, 1) for "microbatch"."""
+    if normalization == "tokens":
+        return loss, tokens
+    return loss / tokens.where(tokens > 0, 1), torch.ones_like(tokens)
+
+
+def scaled(loss: Tensor, factor: float) -> Tensor:
+    """`loss` times `factor` in float32; a loss that is not finite gets gradients that are not finite either.
+
+    Without that, an infinite loss of an impossible token could pass: the gradient of its cross entropy is finite.
+    """
+    return loss.float() * torch.where(loss.detach().isfinite(), factor, math.nan)
+
+
+@dataclasses.dataclass(frozen=True)
+class LossRanks:
+    """The ranks that have losses, those of the last stage of `pipeline`, one of each replica in `data`."""
+
+    data: GroupInfo = SERIAL_GROUP
+    pipeline: GroupInfo = SERIAL_GROUP
+
+    @property
+    def last(self) -> bool:
+        """Whether this rank is of the last stage."""
+        return self.pipeline.rank == self.pipeline.size - 1
+
+    def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        """`values` over all replicas, in place, equal on all stages; those of earlier stages must change nothing.
+
+        One all-reduce over the data group on the last stage, then one over the pipeline; none over a single rank.
+        """
+        for group in ([self.data] if self.last else []) + [self.pipeline]:
+            if group.size > 1:
+                dist.all_reduce(values, op=operation, group=group.group)
+        return values
+
+
+class Losses:
+    """What the micro-batches of an iteration have lost and counted; nothing on stages before the last."""
+
+    def __init__(self, normalization: str, ranks: LossRanks, device: torch.device) -> None:
+        self._normalization = normalization
+        self._ranks = ranks
+        self._count = torch.zeros((), dtype=torch.float64, device=device)
+        self._losses: list[Tensor] = []
+
+    def add(self, loss: Tensor, tokens: Tensor) -> Tensor:
+        """Count what the next micro-batch gave; returns its loss as it enters the sum."""
+        loss, tokens = normalized(loss, tokens, self._normalization)
+        self._losses.append(loss.detach().double())
+        self._count = self._count + tokens
+        return loss
+
+    def total(self) -> LossSum:
+        """Both sums over all replicas, in float64, equal on all ranks. Collectives of 16 bytes: `LossRanks.reduce`."""
+        total = torch.stack(self._losses).sum() if self._losses else torch.zeros_like(self._count)
+        pair = torch.stack([total, self._count.double()])
+        return LossSum(*self._ranks.reduce(pair, dist.ReduceOp.SUM).tolist())
+
+    def check(self) -> None:
+        """Raise `NonFiniteLoss`, the same on all ranks, for the first micro-batch whose loss is not finite, if any is.
+
+        Collectives of one integer, by `LossRanks.reduce`: for when it is known that some loss is wrong.
+        """
+        data, none = self._ranks.data, torch.iinfo(torch.int64).max
+        wrong = [k * data.size + data.rank for k, loss in enumerate(self._losses) if not loss.isfinite()]
+        first = torch.tensor(min(wrong, default=none), device=self._count.device)
+        found = int(self._ranks.reduce(first, dist.ReduceOp.MIN).item())
+        if found < none:
+            micro_batch, data_rank = divmod(found, data.size)
+            raise NonFiniteLoss(data_rank, micro_batch)
