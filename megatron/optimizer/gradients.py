@@ -68,8 +68,9 @@ class GradientReducer:
 
         Raises ValueError where `names` has a part of a bucket only, RuntimeError where its sum has begun.
         """
+        wanted = None if names is None else frozenset(names)
         for number, bucket in enumerate(self._ordered):
-            named = [name for name in bucket.parameters if names is None or name in names]
+            named = [name for name in bucket.parameters if wanted is None or name in wanted]
             if not named:
                 continue
             if len(named) < len(bucket.parameters):
