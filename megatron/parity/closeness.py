@@ -61,4 +61,6 @@ def difference(actual: Any, expected: Any, floor: float = 0.0) -> Difference:
 
 def as_float64(value: Any) -> Tensor:
     """A tensor, array or number as a tensor of float64 on the CPU."""
-    return torch.as_tensor(value).detach().to("cpu", torch.float64)
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", torch.float64)
+    return torch.as_tensor(value, dtype=torch.float64)  # a plain number would become float32 first

@@ -10,16 +10,15 @@ import torch
 
 import pretrain_gpt
 from megatron import mpu
-from megatron.data.indexed import IndexedWriter
 from megatron.parity.pieces import Piece, as_array, pieces_of
 from megatron.parity.pieces import assemble as assemble_pieces
+from megatron.parity.synthetic import EOD, VOCAB_SIZE, write_documents
 from megatron.training.arguments import parse_composed
 from megatron.training.config import RunConfig
 from megatron.training.observers import Metrics, Observer
 from megatron.training.state import Trainee
 
-VOCAB_SIZE = 100
-EOD = VOCAB_SIZE - 1
+__all__ = ["EOD", "VOCAB_SIZE", "Outcome", "Recorder", "write_documents"]
 
 # Two layers, four heads; the vocabulary needs padding at every layout.
 TINY = {
@@ -47,19 +46,6 @@ TINY = {
     "num-workers": 0,
     "distributed-backend": "gloo",
 }
-
-
-def write_documents(prefix: Path, count: int = 120, seed: int = 0) -> str:
-    """A token set of `count` documents in which a token mostly follows from the one before; each ends with EOD."""
-    random = np.random.default_rng(seed)
-    follower = random.permutation(EOD)
-    with IndexedWriter(prefix, np.uint16) as writer:
-        for length in random.integers(1, 60, count):
-            tokens = [int(random.integers(EOD))]
-            for jump in random.random(length - 1) < 0.2:
-                tokens.append(int(random.integers(EOD)) if jump else int(follower[tokens[-1]]))
-            writer.add_document([*tokens, EOD])
-    return str(prefix)
 
 
 def flags(data_path: str | Path, **changes: Any) -> list[str]:
@@ -107,6 +93,13 @@ class Outcome:
     def series(self, name: str) -> list[float]:
         """One number of the log line, by iteration."""
         return [step[name] for step in self.steps]
+
+
+def reporting(outcomes: Sequence[Outcome]) -> Outcome:
+    """That of the one rank which tells how the run goes, or rank 0's where nothing was told."""
+    told = [outcome for outcome in outcomes if outcome.steps or outcome.evaluations or outcome.messages]
+    assert len(told) <= 1, "several ranks report"
+    return told[0] if told else outcomes[0]
 
 
 def outcome_of(trainee: Trainee, recorder: Recorder) -> Outcome:
