@@ -24,8 +24,8 @@ class GradientReducer:
 
     Args:
         buckets: in the order in which backward completes them, which is that of their collectives on every data rank.
-        tied: names of parameters that other stages have copies of. Their buckets come last, in `finish`, after their
-            gradients have been summed over `copies`.
+        tied: names of parameters that other stages may have copies of. Their buckets come last, in `finish`, and are
+            then summed over `copies`.
         copies: the ranks that have those copies.
         speaks: whether this rank is the one that says which parameters got no gradient.
     """
@@ -86,16 +86,18 @@ class GradientReducer:
     def finish(self) -> None:
         """Begin the reductions that have not begun yet, those of tied parameters last, and wait for all.
 
-        For each bucket of tied parameters one all-reduce over their copies before its reduction.
+        Then one all-reduce over the copies for each bucket of tied parameters: of what this rank holds, which is the
+        same part in each copy. A sum of two is the same on both; the other way round, data groups that add in another
+        order would let the copies drift apart.
         """
         for bucket in self._ordered[len(self._pending) :]:
             self._pending.append(bucket.start_reduction())
-        for bucket in self._tied:
-            all_reduce(bucket.gradients, self._copies)
-            self._pending.append(bucket.start_reduction())
+        self._pending += [bucket.start_reduction() for bucket in self._tied]
         if self._missing:
             self._say_unused()
         self._wait()
+        for bucket in self._tied:
+            all_reduce(bucket.gradients[bucket.held.slice], self._copies)
 
     def _wait(self) -> None:
         for pending in self._pending:

@@ -136,9 +136,9 @@ def test_chunks_begin_their_buckets_in_one_order(ranks: Ranks, orders: list[list
         last, first = ([4 * size for size in _SIZES[stage][chunk]] for chunk in (1, 0))
         passes = [last, first] if orders[data] == [1, 0] else [[], last + first]
         assert found[:2] == [[("reduce_scatter", size) for size in sizes] for sizes in passes]
-        assert found[2] == [("all_reduce", 4 * _WORDS), ("reduce_scatter", 4 * _WORDS)]
+        assert found[2] == [("reduce_scatter", 4 * _WORDS), ("all_reduce", 4 * _WORDS // 2)]
         assert found[3:5] == [[], []]
-        tied = [("all_reduce", 4 * _WORDS)] * 2  # over the embedding group, then over the data group
+        tied = [("all_reduce", 4 * _WORDS)] * 2  # over the data group, then over the embedding group
         assert found[5] == [("all_reduce", size) for size in last + first] + tied
 
 
