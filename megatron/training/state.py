@@ -136,7 +136,7 @@ def restore(trainee: Trainee, config: RunConfig, world: World) -> list[str]:
     if iteration is None:
         return [f"there is no checkpoint in {directory} yet: the run starts afresh"]
     stored = read_state(directory, iteration)
-    _check_complete(stored, directory)
+    check_complete(stored, directory)
     differences = model_differences(stored["model"], model_signature(trainee.model), directory)
     raise_joined(differences or format_differences(stored["config"], config, directory))
     loaded = load_checkpoint(
@@ -162,7 +162,7 @@ def restore(trainee: Trainee, config: RunConfig, world: World) -> list[str]:
     return [*messages, f"it was saved at another layout ({before}), so dropout goes on with other random numbers"]
 
 
-def _check_complete(stored: dict[str, Any], directory: str) -> None:
+def check_complete(stored: dict[str, Any], directory: str) -> None:
     """Raise ValueError where the checkpoint in `directory` is not one of a training run, by what `stored` lacks."""
     wanted = {"run": _PROGRESS, "model": (), "optimizer": ("step_count",), "config": ()}
     missing = [part for part in wanted if part not in stored]

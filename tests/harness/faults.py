@@ -48,7 +48,7 @@ def failure_with_fault(rank: int, world_size: int, words: Sequence[str], fault: 
 def _spoilt(forward_step: ForwardStep, fault: Fault) -> ForwardStep:
     numbers = itertools.count()
     factors = {"gradient": 1.0}
-    hooked = False
+    hooked = fault.kind != "gradient"
 
     def step(stage: Chunk, batch: Batch) -> tuple[Tensor, Tensor] | Tensor:
         nonlocal hooked
