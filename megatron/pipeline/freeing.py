@@ -41,13 +41,10 @@ class Held:
     def enter(self, received: Tensor) -> Tensor:
         """The input of the forward pass: `received` with a node of the graph, at which its gradient is caught."""
         self._blank = received.new_zeros(()).expand(received.shape)
-        return _Entry.apply(received, torch.empty(0, requires_grad=True), self._caught)
+        return _Entry.apply(received, received.new_empty(0).requires_grad_(), self._caught)
 
     def leave(self, output: Tensor) -> None:
-        """Keep the place where the graph of `output` begins; the tensor itself may go as soon as it has been sent.
-
-        Raises RuntimeError for a loss (whose output goes nowhere) that needs no gradient, in `backward`.
-        """
+        """Keep the place where the graph of `output` begins; the tensor itself may go as soon as it has been sent."""
         if output.requires_grad:
             # The view's node owns the graph. That of a Python function would not, up to PyTorch 2.9.
             self._exit = get_gradient_edge(output.view_as(output))
@@ -56,6 +53,7 @@ class Held:
         """Run the backward pass; None for the gradient of a scalar loss. Returns the gradient of the input, if any.
 
         An output that depends on nothing here that needs a gradient has no backward pass, and its input's is zero.
+        Raises RuntimeError for a loss of that kind.
         """
         if self._exit is not None:
             torch.autograd.backward(self._exit, gradient)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron import mpu
-from megatron.pipeline import Exchange, Schedule, build_schedule, input_of
+from megatron.pipeline import Action, Exchange, Message, Schedule, build_schedule, input_of, programs
 from megatron.pipeline.executor import Boundary, Transport, run_program
 from tests.harness.collectives import CollectiveCounter
 from tests.harness.launch import REPOSITORY, environment
@@ -130,6 +131,13 @@ def test_each_exchange_is_one_batch(ranks: Ranks) -> None:
     ranks(4, one_batch_each)
 
 
+def wait_until(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return condition()
+
+
 def begun_early(toy: Toy) -> list[int]:
     """For each action of the program how many messages are being received that a later one needs."""
     found, begun = [], 0
@@ -158,10 +166,7 @@ def arrives_meanwhile(rank: int, world_size: int) -> None:
 
         def wait_for_arrival() -> None:
             receives = [o.tensor for batch in batches for o in batch if o.op is dist.irecv]
-            deadline = time.monotonic() + 60
-            while any(bool(x.isnan().any()) for x in receives) and time.monotonic() < deadline:
-                time.sleep(0.001)
-            assert not any(bool(x.isnan().any()) for x in receives)
+            assert wait_until(lambda: not any(bool(x.isnan().any()) for x in receives))
             found.append(len(receives) - sum(event.kind == "wait" for event in toy.events))
 
         toy = Toy(build_schedule("1f1b", world_size, 8, 2), block=lambda stage: slow)
@@ -171,9 +176,33 @@ def arrives_meanwhile(rank: int, world_size: int) -> None:
     check_against_twin(toy)
 
 
-def test_receives_run_behind_passes(ranks: Ranks) -> None:
+def goes_on_meanwhile(rank: int, world_size: int, folder: str) -> None:
+    """Rank 0 makes the second activation only once rank 1, which is to receive it, is in its first backward pass."""
+    mpu.initialize_model_parallel(1, world_size)
+    in_backward = Path(folder) / "in_backward"
+    calls = iter(range(100))
+
+    def block(linear: nn.Linear, x: Tensor) -> Tensor:
+        h = residual(linear, x)
+        if rank == 1:
+            h.register_hook(lambda gradient: in_backward.touch())
+        elif next(calls) == 1:
+            assert wait_until(in_backward.exists)
+        return h
+
+    schedule = build_schedule("1f1b", 2, 4)
+    toy = Toy(schedule, block=lambda stage: block)
+    second = Message("activation", 1, 0, 0, 1, 0)
+    where = {m: n for n, i in enumerate(programs(schedule)[1]) if isinstance(i, Exchange) for m in i.receives}
+    assert where[second] < programs(schedule)[1].index(Action("backward", 0, 0))
+    toy.run(make_transport())
+    assert toy.done() == toy.program
+
+
+def test_receives_run_behind_passes(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, arrives_meanwhile)
     ranks(4, arrives_meanwhile)
+    ranks(2, goes_on_meanwhile, str(tmp_path))
 
 
 def wrong_output(rank: int, world_size: int, kind: str) -> None:
