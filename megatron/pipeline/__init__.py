@@ -1,7 +1,7 @@
 """Pipeline parallelism: which stage holds what, who does what when, who sends what to whom; all of it plain data.
 
-Needs no torch. `simulate.py` gives the time of a schedule, `show.py` draws it. `executor.py` runs it, with torch, and is
-imported by its own name.
+Needs no torch. `simulate.py` gives the time of a schedule, `show.py` draws it. `executor.py` runs it, with torch, and
+is imported by its own name.
 """
 
 from megatron.pipeline.actions import Action, Exchange, Message, Program, Schedule
