@@ -11,7 +11,11 @@ class OptimizerConfig(Config):
     """The optimizer's constants, clipping, and data parallelism; raises `ConfigError` with all that is wrong."""
 
     optimizer: str = flag("adam", "adam: AdamW; sgd: gradient descent with momentum", choices=("adam", "sgd"))
-    weight_decay: float = flag(0.01, "decoupled weight decay of matrices; biases and norms are not decayed")
+    weight_decay: float = flag(
+        0.01,
+        "weight decay of matrices, biases and norms are not decayed; adam: decoupled, each step takes "
+        "lr * weight-decay of their value; sgd: weight-decay of their value is added to their gradient",
+    )
     adam_beta1: float = flag(0.9, "share of the old mean that Adam keeps at each step")
     adam_beta2: float = flag(0.999, "share of the old mean square that Adam keeps at each step")
     adam_eps: float = flag(1e-8, "what Adam adds to the root of the mean square")

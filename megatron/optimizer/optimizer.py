@@ -40,6 +40,11 @@ class Optimizer:
     Parameters with `requires_grad` become views of flat buffers, and their gradients are collected in others (see
     `Bucket`). With `--use-distributed-optimizer` each data rank keeps master weights and state of its share only.
 
+    With `--overlap-param-gather` parameters are not whole when `step` returns. Each module waits for its own as it is
+    called, and those of modules that training did not call since the step before are awaited by `step`. Whoever reads
+    parameters in another way, such as a training step that uses `model.out.weight` before it calls `model.out`, must
+    call `wait_for_parameters()` first.
+
     Args:
         model: what this rank holds; parameters with `requires_grad` are trained, gradients are collected from now on.
         shardings: where each parameter belongs, by the names of `model.named_parameters()`. One-dimensional parameters
@@ -86,6 +91,7 @@ class Optimizer:
         model_ranks = tensor if model_group is None else info(model_group, model_rank)
         self._groups = RankGroups(info(data_group), tensor, model_ranks, info(everyone), info(embedding_group))
         self._parameters = _trained(model, shardings, may_be_none=model_ranks.size > tensor.size)
+        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self._shardings = {name: shardings[name] for name in self._parameters}
         self._device = next(iter([*self._parameters.values(), *model.parameters()]), torch.empty(0)).device
         self._duplicates = frozenset(duplicates)
@@ -126,11 +132,17 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Forget the gradients of the last iteration.
 
-        Raises ValueError where a parameter was moved or cast since the optimizer was made, which would go on without
-        it.
+        Raises ValueError where a parameter was moved, cast or unfrozen since the optimizer was made, which would go on
+        without it.
         """
         for bucket in self._buckets:
             bucket.check_views()
+        unfrozen = [name for name, p in self._frozen.items() if p.requires_grad]
+        if unfrozen:
+            raise ValueError(
+                f"parameters {', '.join(unfrozen)} were frozen when the optimizer was made and have requires_grad now, "
+                "but it does not train them: set requires_grad before that, or make a new optimizer"
+            )
         self._reducer.zero()
         self._divisor = 1.0
 
@@ -150,9 +162,9 @@ class Optimizer:
 
         `divisor` is what the summed loss is divided by over the whole global batch, usually its counted tokens; without
         the loss scale. One all-reduce over the data group for each bucket, or one reduce-scatter if sharded. The
-        buckets of parameters with copies on other stages come last, each after one all-reduce of it, in full, over the
-        embedding group. Then one all-reduce over the tensor group of gradients that its ranks have terms of. Raises
-        ValueError where `divisor` is not above 0.
+        buckets of parameters with copies on other stages come last, each followed by one all-reduce over the embedding
+        group, of this rank's share of it if sharded. Then one all-reduce over the tensor group of gradients that its
+        ranks have terms of. Raises ValueError where `divisor` is not above 0.
         """
         if not divisor > 0:
             raise ValueError(f"gradients cannot be divided by {divisor}: no token of the global batch was counted")
@@ -244,7 +256,10 @@ class Optimizer:
         return StepResult(norm, skipped=True)
 
     def wait_for_parameters(self) -> None:
-        """Wait until all parameters are gathered. Forward passes of modules wait for their own by themselves."""
+        """Wait until all parameters are gathered, so that they may be read in any way.
+
+        Calls of modules wait for their own parameters by themselves.
+        """
         self._gatherer.wait()
 
     @property

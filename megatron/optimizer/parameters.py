@@ -4,6 +4,7 @@ import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron.mpu.collectives import Pending
@@ -14,8 +15,9 @@ class ParameterGatherer:
     """Gathers buckets after a step; modules wait, before their forward, for the parameters that they have.
 
     Parameters of `shared` buckets may be read by modules that do not have them (a tied embedding), so every module
-    waits for these. A module that was not called between two steps may have its parameters read in another way: its
-    buckets are awaited at once. Who reads another module's parameters before that is called must wait for all.
+    waits for these. A module that was not called between two steps, in training mode and with gradients, may have its
+    parameters read in another way: its buckets are awaited at once. Calls of an evaluation say nothing about how
+    training reads them. Who reads another module's parameters before that is called must wait for all.
 
     Args:
         model: gets forward pre-hooks.
@@ -35,7 +37,7 @@ class ParameterGatherer:
         for module in model.modules() if overlap else ():
             module.register_forward_pre_hook(functools.partial(self._before, len(self._needs)))
             self._needs.append({places[id(p)] for p in module.parameters(recurse=False) if id(p) in places})
-        self._called: set[int] = set()
+        self._called: set[int] = set()  # to train, since the last step
 
     def start(self, number: int) -> None:
         """Begin to gather bucket `number`."""
@@ -53,7 +55,8 @@ class ParameterGatherer:
         self._wait_for(set(self._pending))
 
     def _before(self, number: int, module: nn.Module, args: Any) -> None:
-        self._called.add(number)
+        if module.training and torch.is_grad_enabled():
+            self._called.add(number)
         if self._pending:
             self._wait_for(self._needs[number] | self._shared)
 

@@ -264,7 +264,7 @@ def late_gathers() -> Iterator[None]:
 
 
 class Reads(nn.Module):
-    """Modules called in an order of their own, one of them tied, one read but never called, one called directly."""
+    """Modules called in an order of their own, one of them tied, one read and called by evaluation only, one direct."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +276,9 @@ class Reads(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         first = self.words.weight.mean(0)  # before the module that has it is called
         x = self.late(self.soon(self.words(ids))) + first
-        x = torch.tanh(x @ self.read.weight + self.read.bias) + self.direct.forward(x)
+        trains = self.training and torch.is_grad_enabled()
+        read = nn.functional.linear(x, self.read.weight, self.read.bias) if trains else self.read(x)
+        x = torch.tanh(read) + self.direct.forward(x)
         return x @ self.words.weight.t()
 
 
@@ -296,16 +298,17 @@ def reads_of_gathered_parameters(rank: int, world_size: int) -> None:
         )
         values = []
         with late_gathers() if choices is ALL else contextlib.nullcontext():
-            for step in range(3):
+            for step in range(5):
                 optimizer.zero_grad()
                 loss = model(ids).square().sum()
                 optimizer.last_micro_batch()
                 loss.backward()
                 optimizer.reduce_gradients(10.0)
                 optimizer.step(0.05)
-                if step == 1:  # evaluation before the next iteration
-                    with torch.no_grad():
-                        values.append(model(ids).sum().item())
+                if step in (0, 2):  # evaluation before the next iteration, of either kind
+                    with torch.set_grad_enabled(step == 0):
+                        values.append(model.train(step == 2)(ids).sum().item())
+                    model.train()
                 values.append(loss.item())
             if choices is ALL:
                 assert any(not torch.isfinite(p).all() for p in model.parameters())  # the last gathers are still out

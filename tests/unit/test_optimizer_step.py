@@ -210,6 +210,16 @@ def test_refuses_what_it_cannot_train() -> None:
         Optimizer(model, shardings, OptimizerConfig())
 
 
+def test_a_parameter_that_is_unfrozen_later_is_refused() -> None:
+    model = make_model()
+    model[0].weight.requires_grad_(False)
+    optimizer = make_optimizer(model)
+    train(model, optimizer, range(1))
+    model[0].weight.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"^parameters 0\.weight were frozen when the optimizer was made"):
+        optimizer.zero_grad()
+
+
 def test_frozen_parameters_stay() -> None:
     model = make_model()
     model[0].requires_grad_(False)
