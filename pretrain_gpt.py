@@ -73,12 +73,14 @@ def flops_per_sample(config: RunConfig, vocab_size: int) -> tuple[int, int]:
     sizes = (1, config.data.seq_length, model.num_layers, model.hidden_size, vocab_size)
     shape = (model.ffn_size, model.projection_size)
     stages, each = config.layer_split(vocab_size).stages(), recompute.recompute_num_layers
+    chunk = model.cross_entropy_chunk_size
     some = recompute.granularity == "full" and recompute.method == "block"
     executed = hardware_flops(
         *sizes,
         *shape,
         recompute_granularity=recompute.granularity,
         recomputed_layers=sum(min(each, len(stage.layers)) for stage in stages) if some else None,
+        recomputed_logits=chunk is not None and chunk < config.data.seq_length * config.training.micro_batch_size,
     )
     return model_flops(*sizes, *shape), executed
 

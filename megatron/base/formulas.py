@@ -81,6 +81,7 @@ def hardware_flops(
     *,
     recompute_granularity: str | None = None,
     recomputed_layers: int | None = None,
+    recomputed_logits: bool = False,
 ) -> int:
     """Floating-point operations that are executed for one iteration: `model_flops`, and the forward passes run again.
 
@@ -88,6 +89,8 @@ def hardware_flops(
         B, s, l, h, V, f, projection: as for `model_flops`.
         recompute_granularity: "full" for whole layers, "selective" for the weights of attention, None for nothing.
         recomputed_layers: how many of the l layers are recomputed, all if not given.
+        recomputed_logits: whether the logits are computed again, as where the loss is taken in chunks of tokens; that
+            is `2 s h V` a sample.
 
     With all layers in full, and the defaults, `96 B s l h^2 (1 + s/(6h) + V/(16 l h))` (arXiv:2104.04473, equation 3).
     "selective" repeats the product that gives the scores, `2 s^2 h` a layer and sample; the one with the values gives
@@ -102,4 +105,5 @@ def hardware_flops(
     else:
         assert recompute_granularity is None
         again = 0
-    return model_flops(B, s, l, h, V, f, projection) + B * recomputed * again
+    logits = 2 * s * h * V if recomputed_logits else 0
+    return model_flops(B, s, l, h, V, f, projection) + B * (recomputed * again + logits)

@@ -7,11 +7,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron import mpu
 from megatron.base.formulas import hardware_flops, padded_vocab_size
 from megatron.model import RecomputeConfig, TransformerConfig, build_gpt
+from megatron.training.arguments import parse_composed
+from megatron.training.config import RunConfig
+from pretrain_gpt import flops_per_sample
+from tests.harness.runs import flags
 
 B, S, LAYERS, HIDDEN, HEADS, INNER, HEAD_SIZE, VOCAB, DIVISIBLE_BY = 2, 16, 3, 32, 4, 48, 12, 50, 8
 
 
-def counted(recompute: RecomputeConfig) -> int:
+def counted(recompute: RecomputeConfig, chunk_size: int | None = None) -> int:
     """Operations of all products of matrices in one forward and backward pass."""
     config = TransformerConfig(
         num_layers=LAYERS,
@@ -22,11 +26,14 @@ def counted(recompute: RecomputeConfig) -> int:
         kv_channels=HEAD_SIZE,
         make_vocab_size_divisible_by=DIVISIBLE_BY,
         attention_backend="unfused",
+        cross_entropy_chunk_size=chunk_size,
     )
     mpu.model_parallel_manual_seed(1)
     model = build_gpt(config, VOCAB, 1, dtype=torch.float32, device="cpu", recompute=recompute)
     tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(2))
-    with FlopCounterMode(display=False) as counter:
+    # The counter does not know the form that adds to what is there.
+    in_place = {torch.ops.aten.addmm_: lambda total, a, b, **_: 2 * a[0] * a[1] * b[1]}
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         model(tokens, labels=tokens).sum().backward()
     return counter.get_total_flops()
 
@@ -41,7 +48,8 @@ def counted(recompute: RecomputeConfig) -> int:
     ],
     ids=["none", "full", "block", "selective"],
 )
-def test_the_formula_is_what_is_executed(recompute: RecomputeConfig, layers: int) -> None:
+@pytest.mark.parametrize("chunk_size", [None, 5])
+def test_the_formula_is_what_is_executed(recompute: RecomputeConfig, layers: int, chunk_size: int | None) -> None:
     expected = hardware_flops(
         B,
         S,
@@ -52,5 +60,15 @@ def test_the_formula_is_what_is_executed(recompute: RecomputeConfig, layers: int
         HEADS * HEAD_SIZE,
         recompute_granularity=recompute.granularity,
         recomputed_layers=layers,
+        recomputed_logits=chunk_size is not None,
     )
-    assert counted(recompute) == expected
+    assert counted(recompute, chunk_size) == expected
+
+
+@pytest.mark.parametrize(("chunk_size", "again"), [(None, False), (31, True), (32, False)])
+def test_a_run_counts_the_logits_that_its_loss_computes_again(chunk_size: int | None, again: bool) -> None:
+    words = flags("data", micro_batch_size=2, seq_length=16, cross_entropy_chunk_size=chunk_size)
+    config = parse_composed(RunConfig, words, world_size=1, check_inputs=False)
+    model, executed = flops_per_sample(config, 100)
+    assert executed - model == (2 * 16 * config.model.hidden_size * 100 if again else 0)
+    assert (counted(RecomputeConfig(), chunk_size) > counted(RecomputeConfig())) == again
