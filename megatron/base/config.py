@@ -68,8 +68,9 @@ def choice_problems(config: Config) -> list[str]:
     for field in dataclasses.fields(config):
         info, value = flag_info(field), getattr(config, field.name)
         if info is not None and info.choices is not None and value not in info.choices:
-            accepted = ", ".join(map(str, info.choices))
-            problems.append(f"{flag_name(field.name)} {value}: accepted are {accepted}")
+            named = ", ".join(str(choice) for choice in info.choices if choice is not None)
+            or_nothing = ", or leave it out" if None in info.choices else ""
+            problems.append(f"{flag_name(field.name)} {value}: accepted are {named}{or_nothing}")
     return problems
 
 

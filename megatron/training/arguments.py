@@ -8,7 +8,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import yaml
@@ -49,16 +49,24 @@ def _plain_type(annotation: Any) -> tuple[type, bool]:
     return annotation, False
 
 
-def _reader(name: str, kind: type) -> Callable[[str], Any]:
-    """A function that reads one value of flag `name` and returns `Invalid` where it cannot."""
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """Reads one value of flag `name`, or gives `Invalid` where it cannot."""
 
-    def read(text: str) -> Any:
+    name: str
+    kind: type
+    info: FlagInfo
+
+    def __call__(self, text: str) -> Any:
         try:
-            return kind(text)
+            return self.kind(text)
         except ValueError:
-            return Invalid(f"{name} {text}: it must be {'a whole number' if kind is int else 'a number'}")
+            return Invalid(f"{self.name} {text}: it must be {self.accepted}")
 
-    return read
+    @property
+    def accepted(self) -> str:
+        """What a value must be, in words; empty where it may be any text."""
+        return _choices_text(self.info) or {int: "a whole number", float: "a number"}.get(self.kind, "")
 
 
 def add_config_flags(parser: argparse.ArgumentParser, config_class: type[Config]) -> None:
@@ -74,7 +82,8 @@ def add_config_flags(parser: argparse.ArgumentParser, config_class: type[Config]
         if info is None:
             continue
         names = [flag_name(field.name), *("--" + alias for alias in info.aliases)]
-        help_text = (info.doc.rstrip(".") + _accepted_text(info) + _default_text(field)).replace("%", "%%")
+        accepted = f"; {_choices_text(info)}" if info.choices else ""
+        help_text = (info.doc.rstrip(".") + accepted + _default_text(field)).replace("%", "%%")
         kind, several = _plain_type(field.type)
         shared: dict[str, Any] = {
             "dest": field.name,
@@ -86,15 +95,15 @@ def add_config_flags(parser: argparse.ArgumentParser, config_class: type[Config]
         else:
             group.add_argument(
                 *names,
-                type=_reader(names[0], kind),
+                type=_Reader(names[0], kind, info),
                 nargs="+" if several else None,
                 **shared,
             )
 
 
-def _accepted_text(info: FlagInfo) -> str:
+def _choices_text(info: FlagInfo) -> str:
     named = [str(choice) for choice in info.choices or () if choice is not None]
-    return f"; one of {', '.join(named)}" if named else ""
+    return f"one of {', '.join(named)}" if named else ""
 
 
 def _default_text(field: dataclasses.Field[Any]) -> str:
@@ -214,21 +223,64 @@ def _parser_of(composed: type[ComposedConfig], prog: str | None) -> Parser:
 _NEGATIVE_NUMBER = re.compile(r"-[0-9.]+(e[-+]?[0-9]+)?", re.IGNORECASE)
 
 
-def _negative_values_attached(words: Iterable[str]) -> list[str]:
-    """`--lr -1e-4` as `--lr=-1e-4`: argparse takes the second word for a flag, and says that a value is missing."""
+def _values_attached(words: Iterable[str], switches: Collection[str]) -> list[str]:
+    """`--lr -1e-4` as `--lr=-1e-4`: argparse takes the second word for a flag, and says that a value is missing.
+
+    Also what follows one of `switches`, which take no value, so that `_without_refused` can say so.
+    """
     joined: list[str] = []
     for word in words:
-        if joined and _NEGATIVE_NUMBER.fullmatch(word) and re.fullmatch("--[^=]+", joined[-1]):
+        last = joined[-1] if joined else ""
+        stray = last in switches and not word.startswith("-")
+        if stray or (_NEGATIVE_NUMBER.fullmatch(word) and re.fullmatch("--[^=]+", last)):
             joined[-1] += "=" + word
         else:
             joined.append(word)
     return joined
 
 
+def _without_refused(
+    words: Sequence[str], actions: Mapping[str, argparse.Action]
+) -> tuple[list[str], list[tuple[str, Invalid]]]:
+    """`words` but for those at which argparse would end, and for each of these its destination and what is wrong.
+
+    They are switches with a value, and flags without the one that they need.
+    """
+    kept: list[str] = []
+    refused: list[tuple[str, Invalid]] = []
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        name, equals, value = word.partition("=")
+        action, problem = actions.get(name), ""
+        if action is not None and equals and action.nargs == 0:
+            problem = f"{name} {value}: it takes no value{_opposite_text(name, action)}"
+        elif action is not None and not equals and action.nargs in (None, "+") and _is_flag(following):
+            accepted = action.type.accepted if isinstance(action.type, _Reader) else ""
+            problem = f"{name}: no value follows it" + (f"; it must be {accepted}" if accepted else "")
+        if action is not None and problem:
+            refused.append((action.dest, Invalid(problem)))
+        else:
+            kept.append(word)
+    return kept, refused
+
+
+def _is_flag(word: str) -> bool:
+    """Whether argparse takes it for a flag, known or not; negative numbers are attached to theirs already."""
+    return len(word) > 1 and word.startswith("-") and " " not in word
+
+
+def _opposite_text(name: str, action: argparse.Action) -> str:
+    if not isinstance(action, argparse.BooleanOptionalAction):
+        return ""
+    positive = "--" + name.removeprefix("--no-")
+    if name != positive and positive in action.option_strings:
+        return f"; {positive} turns it on"
+    return f"; --no-{name.removeprefix('--')} turns it off"
+
+
 def _with_config_file(words: list[str]) -> list[str]:
     """`words` behind those of the file that `--config` names, so that the command line wins."""
     parser = Parser(add_help=False)
-    parser.add_argument("--config")
+    parser.add_argument("--config", nargs="?")
     path = parser.parse_known_args(words)[0].config
     return words if path is None else flags_from_yaml(path) + words
 
@@ -252,10 +304,17 @@ def read_flags(
     are for `compose`.
     """
     parser = _parser_of(composed, prog)
-    words = _negative_values_attached(sys.argv[1:] if argv is None else argv)
-    namespace, extras = parser.parse_known_args(_with_config_file(words))
+    actions = {name: action for action in parser._actions for name in action.option_strings}
+    switches = [name for name, action in actions.items() if action.nargs == 0 and action.dest != "help"]
+    given = _values_attached(_with_config_file(list(sys.argv[1:] if argv is None else argv)), switches)
+    words, refused = _without_refused(given, actions)
+    misspelt = [word for word in words if re.match("-h.", word)]  # argparse would end: -h with a value
+    namespace, extras = parser.parse_known_args([word for word in words if word not in misspelt])
     _tell_ignored(composed, namespace)
-    return _field_values(namespace), unknown_flag_problems(extras, parser, composed.unsupported_flags)
+    problems = unknown_flag_problems(misspelt + extras, parser, composed.unsupported_flags)
+    owned = {f.name for section in section_types(composed).values() for f in dataclasses.fields(section)}
+    problems += [invalid.problem for name, invalid in refused if name not in owned]
+    return _field_values(namespace) | dict(refused), problems
 
 
 def parse_composed(

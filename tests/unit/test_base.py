@@ -210,6 +210,19 @@ def test_all_complaints_come_at_once_and_name_flag_value_and_what_is_accepted() 
     assert isinstance(caught.value, ValueError)
 
 
+def test_none_is_not_offered_as_a_value() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Timer(Config):
+        sound: str | None = flag(None, "at the end", choices=(None, "bell", "horn"))
+
+        def problems(self) -> list[str]:
+            return choice_problems(self)
+
+    assert Timer().sound is None
+    with pytest.raises(ConfigError, match=r"^--sound None: accepted are bell, horn, or leave it out$"):
+        Timer("None")
+
+
 @pytest.mark.parametrize("minutes", [float("inf"), float("nan"), float("-inf")])
 def test_numbers_that_are_not_finite_are_below_every_minimum(minutes: float) -> None:
     with pytest.raises(ConfigError, match="--minutes"):

@@ -83,6 +83,50 @@ def test_missing_and_unreadable_values_are_told() -> None:
     assert problems("--cylinders", "6.5") == ["--cylinders 6.5: it must be a whole number"]
 
 
+def test_what_argparse_would_end_at_is_told_with_the_rest(tmp_path: Path) -> None:
+    unknown = "--powr is not known, the nearest is --power; --help lists all flags"
+    doors = "--doors 1: it must be at least 2"
+    on, off = "; --turbo turns it on", "; --no-turbo turns it off"
+    for words, problem in (
+        (["--turbo=false"], f"--turbo false: it takes no value{off}"),
+        (["--turbo", "false"], f"--turbo false: it takes no value{off}"),
+        (["--no-turbo=yes"], f"--no-turbo yes: it takes no value{on}"),
+        (["--turbo=maybe", "--turbo"], f"--turbo maybe: it takes no value{off}"),
+        (["--power"], "--power: no value follows it; it must be a number"),
+        (["--power", "--turbo"], "--power: no value follows it; it must be a number"),
+        (["--kilowatts"], "--kilowatts: no value follows it; it must be a number"),
+        (["--fuels"], "--fuels: no value follows it"),
+        (["--cylinders"], "--cylinders: no value follows it; it must be a whole number"),
+    ):
+        assert problems("--cylinders", "3", "--powr=9", "--doors=1", *words) == [unknown, problem, doors]
+    path = tmp_path / "car.yaml"
+    path.write_text("turbo: 'no'\nfuels: []\ndoors: 1\n")
+    assert problems("--config", str(path)) == [
+        "--cylinders is not given, and there is no default for it",
+        f"--turbo no: it takes no value{off}",
+        "--fuels: no value follows it",
+        doors,
+    ]
+    assert problems("--cylinders", "3", "--doors", "1", "--config") == ["--config: no value follows it", doors]
+    assert problems("--cylinders", "3", "--doors", "1", "-horses", "9") == [
+        "-horses is not known; --help lists all flags",
+        doors,
+    ]
+    assert parse("--cylinders", "3", "--fuels", "- a b").engine.fuels == ("- a b",)
+
+
+def test_a_run_says_what_its_flags_accept() -> None:
+    words = ["--mmap-warmup=1", "--overlap-param-gather=false", "--optimizer", "--recompute-method", "None"]
+    with pytest.raises(ConfigError) as caught:
+        parse_composed(RunConfig, [*flags("data"), *words], world_size=1, check_inputs=False)
+    assert caught.value.problems == [
+        "--mmap-warmup 1: it takes no value",
+        "--recompute-method None: accepted are uniform, block, or leave it out",
+        "--optimizer: no value follows it; it must be one of adam, sgd",
+        "--overlap-param-gather false: it takes no value; --no-overlap-param-gather turns it off",
+    ]
+
+
 def test_combinations_are_checked_and_depend_on_the_world() -> None:
     assert problems("--cylinders", "2", "--doors", "4") == ["too many doors"]
     assert parse("--cylinders", "2", "--doors", "4", world_size=2).body.doors == 4
