@@ -13,12 +13,22 @@ def data_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_documents(tmp_path_factory.mktemp("data") / "documents")
 
 
-@pytest.mark.parametrize("layout", ["tensor", "data"])
-def test_a_rank_that_raises_ends_the_others_with_its_message(data_path: str, tmp_path: Path, layout: str) -> None:
-    words = flags(data_path, tensor_model_parallel_size=2 if layout == "tensor" else 1, save=tmp_path / "saved")
-    done = torchrun(2, ["tests/functional/failing_run.py", "raise", *words], timeout=120)
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, {"tensor_model_parallel_size": 2}),
+        (2, {}),
+        (3, {"pipeline_model_parallel_size": 3, "num_layers": 3}),  # the stage in the middle
+    ],
+)
+def test_a_rank_that_raises_ends_the_others_with_its_message(
+    data_path: str, tmp_path: Path, ranks: int, layout: dict[str, int]
+) -> None:
+    words = flags(data_path, save=tmp_path / "saved", **layout)
+    done = torchrun(ranks, ["tests/functional/failing_run.py", "raise", *words], timeout=120)
     assert done.returncode != 0
-    assert "rank 0 stops because of rank 1: RuntimeError: the third batch is cursed" in done.stderr
+    for rank in {*range(ranks)} - {1}:
+        assert f"rank {rank} stops because of rank 1: RuntimeError: the third batch is cursed" in done.stderr
     assert done.stderr.count("RuntimeError: the third batch is cursed\n") >= 1  # the failing rank's own traceback
     assert list((tmp_path / "saved").iterdir()) == []  # made to see that it can be written, and no checkpoint in it
 

@@ -44,6 +44,21 @@ def test_text_is_the_same_at_every_layout(ranks: Ranks, checkpoints: str, words:
     assert {text for found in texts.values() for text in found} == {texts[1][0]}
 
 
+@pytest.mark.parametrize("untied", [False, True])
+def test_text_of_a_checkpoint_of_a_pipeline(ranks: Ranks, tmp_path: Path, untied: bool) -> None:
+    """Of two stages on each of two ranks, which another run on one rank would have trained alike."""
+    chosen = {"num_layers": 4, "train_iters": 4, "lr": 1e-2, "eval_iters": 0, "params_dtype": "float64"}
+    words = flags(
+        write_documents(tmp_path / "documents"), **chosen, untie_embeddings_and_output_weights=True if untied else None
+    )
+    stages = ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"]
+    ranks(2, run_pretrain, [*words, *stages, "--save", str(tmp_path / "split")])
+    ranks(1, run_pretrain, [*words, "--save", str(tmp_path / "whole")])
+    asked = ["--prompt", "1 2 3", "--out-seq-length", "8", "--temperature", "0"]
+    texts = {text for name in ("split", "whole") for text in ranks(1, written, str(tmp_path / name), *asked)}
+    assert len(texts) == 1
+
+
 def loaded_dtype(rank: int, world_size: int, load: str, dtype: torch.dtype | None) -> torch.dtype:
     mpu.initialize_model_parallel(world_size)
     stored = stored_config(load)

@@ -11,7 +11,7 @@ from megatron.training import run as run_room
 from tests.harness.closeness import assert_close
 from tests.harness.faults import Fault, failure_with_fault, run_with_fault
 from tests.harness.ranks import Ranks
-from tests.harness.runs import Outcome, flags, run_pretrain, write_documents
+from tests.harness.runs import Outcome, flags, reporting, run_pretrain, write_documents
 
 # Products of float16 are some hundred times slower than those of float32 on a CPU.
 SMALL: dict[str, Any] = {
@@ -60,26 +60,29 @@ SHARDED = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-pa
 
 
 @pytest.mark.parametrize(
-    ("tensor", "words", "kind"),
+    ("layout", "words", "rank", "kind"),
     [
-        (2, [], "gradient"),  # of one tensor rank alone
-        (1, [], "gradient"),  # of one data rank alone
-        (1, SHARDED, "gradient"),  # in the share of one data rank alone
-        (1, SHARDED, "loss"),
+        ((2, 1), [], 1, "gradient"),  # of one tensor rank alone
+        ((1, 1), [], 1, "gradient"),  # of one data rank alone
+        ((1, 1), SHARDED, 1, "gradient"),  # in the share of one data rank alone
+        ((1, 1), SHARDED, 1, "loss"),
+        ((1, 2), [], 0, "gradient"),  # of one stage alone
+        ((1, 2), SHARDED[:1], 1, "loss"),
     ],
 )
 def test_an_overflow_on_one_rank_skips_the_step_on_all(
-    ranks: Ranks, data_path: str, tensor: int, words: list[str], kind: str
+    ranks: Ranks, data_path: str, layout: tuple[int, int], words: list[str], rank: int, kind: str
 ) -> None:
     """Nothing changes but the loss scale: halved at the second overflow, as `--hysteresis` is 2."""
-    chosen = {"train_iters": 6, "tensor_model_parallel_size": tensor, "initial_loss_scale": 1024, "lr_warmup_iters": 4}
-    line = small(data_path, "--fp16", *words, **chosen)
-    passes = (2, 3) if tensor == 1 else (4, 5, 6, 7)  # of the third and the fourth iteration
+    tensor, pipeline = layout
+    chosen = {"train_iters": 6, "tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+    line = small(data_path, "--fp16", *words, **chosen, initial_loss_scale=1024, lr_warmup_iters=4)
+    passes = (2, 3) if layout == (1, 1) else (4, 5, 6, 7)  # of the third and the fourth iteration
     before = ranks(2, run_pretrain, [*line, "--exit-interval", "2"])
-    after = ranks(2, run_with_fault, [*line, "--exit-interval", "4"], Fault(kind, (1,), passes))
-    for rank in range(2):
-        assert_equal_tensors(after[rank], before[rank])
-    first = after[0]
+    after = ranks(2, run_with_fault, [*line, "--exit-interval", "4"], Fault(kind, (rank,), passes))
+    for now, then in zip(after, before, strict=True):
+        assert_equal_tensors(now, then)
+    first = reporting(after)
     assert first.series("loss-scale") == [1024.0, 1024.0, 1024.0, 512.0]
     assert first.series("lr")[2:] == [first.series("lr")[2]] * 2  # the schedule stands still
     assert first.series("consumed-samples") == [8, 16, 24, 32]  # and the data goes on
@@ -124,14 +127,17 @@ def test_too_many_skipped_steps_end_the_run(ranks: Ranks, data_path: str, tmp_pa
     assert list((tmp_path / "saved").iterdir()) == []
 
 
-@pytest.mark.parametrize(("words", "layout"), [([], (2, 2)), (["--bf16", *SHARDED], (1, 4))])
+@pytest.mark.parametrize(
+    ("words", "layout"), [([], (2, 1, 2)), (["--bf16", *SHARDED], (1, 1, 4)), (["--bf16", *SHARDED], (1, 2, 2))]
+)
 def test_a_loss_of_nan_ends_the_run_and_saves_nothing(
-    ranks: Ranks, data_path: str, tmp_path: Path, words: list[str], layout: tuple[int, int]
+    ranks: Ranks, data_path: str, tmp_path: Path, words: list[str], layout: tuple[int, int, int]
 ) -> None:
     """The last replica, in the second of two micro-batches of the fourth iteration."""
-    tensor, data = layout
+    tensor, pipeline, data = layout
     chosen = {"micro_batch_size": 2, "global_batch_size": 4 * data, "save": tmp_path / "saved", "save_interval": 2}
-    line = small(data_path, *words, tensor_model_parallel_size=tensor, **chosen)
+    sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+    line = small(data_path, *words, **sizes, **chosen)
     wrong = Fault("loss", tuple(range(4 - tensor, 4)), (7,))
     told = ranks(4, failure_with_fault, line, wrong)
     last = 4 * 4 * data - 1
@@ -145,7 +151,7 @@ def test_a_loss_of_nan_ends_the_run_and_saves_nothing(
         "latest_checkpointed_iteration.txt",
     ]
     resumed = ranks(4, run_pretrain, [*line, "--load", str(tmp_path / "saved"), "--exit-interval", "3"])
-    assert resumed[0].series("iteration") == [3]
+    assert reporting(resumed).series("iteration") == [3]
 
 
 def test_a_loss_of_nan_is_left_to_the_gradients_when_asked(ranks: Ranks, data_path: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.harness.closeness import assert_close
 from tests.harness.ranks import Ranks
-from tests.harness.runs import Outcome, assemble, flags, run_pretrain, write_documents
+from tests.harness.runs import Outcome, assemble, flags, reporting, run_pretrain, write_documents
 
 
 @pytest.fixture(scope="module")
@@ -25,40 +25,45 @@ def assert_bit_equal(actual: Outcome, expected: Outcome) -> None:
 
 
 SHARDED = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+# Two stages on each of two ranks.
+INTERLEAVED = ["--pipeline-model-parallel-size", "2", "--num-layers", "4"]
+INTERLEAVED += ["--num-layers-per-virtual-pipeline-stage", "1"]
 # A scale that the first gradients overflow; it is sought, and grows again, before and after the stop.
 SEEKING = ["--fp16", "--initial-loss-scale", str(2.0**22), "--loss-scale-window", "3"]
 
 
 @pytest.mark.parametrize(
-    ("tensor", "data", "dropout", "workers", "more"),
+    ("tensor", "world", "dropout", "workers", "more"),
     [
         (1, 1, 0.1, 0, []),
-        (2, 1, 0.1, 2, []),
+        (2, 2, 0.1, 2, []),
         (1, 2, 0.1, 0, []),
-        (2, 1, 0.0, 0, []),
+        (2, 2, 0.0, 0, []),
         (1, 2, 0.0, 0, SEEKING),
         (1, 2, 0.1, 0, ["--bf16", *SHARDED]),
-        (2, 2, 0.1, 0, ["--sequence-parallel", *SHARDED, "--optimizer", "sgd"]),
+        (2, 4, 0.1, 0, ["--sequence-parallel", *SHARDED, "--optimizer", "sgd"]),
+        (1, 2, 0.1, 0, INTERLEAVED),
+        (2, 4, 0.1, 0, [*INTERLEAVED, "--sequence-parallel", "--bf16"]),
     ],
 )
 def test_resumed_equals_uninterrupted(
-    ranks: Ranks, data_path: str, tmp_path: Path, tensor: int, data: int, dropout: float, workers: int, more: list[str]
+    ranks: Ranks, data_path: str, tmp_path: Path, tensor: int, world: int, dropout: float, workers: int, more: list[str]
 ) -> None:
     chosen = {"attention_dropout": dropout, "hidden_dropout": dropout, "num_workers": workers}
     if "--fp16" in more:  # slow on a CPU
         chosen |= {"hidden_size": 16, "num_attention_heads": 2, "seq_length": 8}
     words = [*flags(data_path, tensor_model_parallel_size=tensor, **chosen), *more]
     saving = [*words, "--save", str(tmp_path / "checkpoints")]
-    whole = ranks(tensor * data, run_pretrain, words)
-    stopped = ranks(tensor * data, run_pretrain, [*saving, "--exit-interval", "10"])
-    resumed = ranks(tensor * data, run_pretrain, [*saving, "--load", str(tmp_path / "checkpoints")])
-    assert [step["iteration"] for step in stopped[0].steps] == list(range(1, 11))
-    assert [step["iteration"] for step in resumed[0].steps] == list(range(11, 21))
+    whole = ranks(world, run_pretrain, words)
+    stopped = ranks(world, run_pretrain, [*saving, "--exit-interval", "10"])
+    resumed = ranks(world, run_pretrain, [*saving, "--load", str(tmp_path / "checkpoints")])
+    assert reporting(stopped).series("iteration") == list(range(1, 11))
+    assert reporting(resumed).series("iteration") == list(range(11, 21))
     for name in ("loss", "grad-norm", "lr", "loss-scale", "skipped-iterations"):
-        parts = [[step.get(name) for step in run[0].steps] for run in (stopped, resumed, whole)]
+        parts = [[step.get(name) for step in reporting(run).steps] for run in (stopped, resumed, whole)]
         assert parts[0] + parts[1] == parts[2]
-    assert resumed[0].evaluations == whole[0].evaluations[-1:]
-    for rank in range(tensor * data):
+    assert reporting(resumed).evaluations == reporting(whole).evaluations[-1:]
+    for rank in range(world):
         assert_bit_equal(resumed[rank], whole[rank])
     if more == SEEKING:
         scales = whole[0].series("loss-scale")
@@ -79,6 +84,27 @@ def test_a_sharded_run_goes_on_at_another_layout(ranks: Ranks, data_path: str, t
     losses = [loss for part in parts for loss in part[0].series("loss")]
     assert_close(losses, serial[0].series("loss"), 1e-9)
     assert_close(assemble(parts[-1]), assemble(serial), 1e-9, floor=1e-3)
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_a_pipeline_goes_on_at_another_layout(ranks: Ranks, data_path: str, tmp_path: Path, untied: bool) -> None:
+    """From virtual stages to one rank, to TP 2 with other stages, and back: the losses of the serial run."""
+    chosen = {"params_dtype": "float64", "eval_iters": 0, "train_iters": 12, "num_layers": 4}
+    words = flags(data_path, **chosen, untie_embeddings_and_output_weights=True if untied else None)
+    saved = ["--save", str(tmp_path / "checkpoints")]
+    loading = [*words, *saved, "--load", saved[1]]
+    sizes = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    serial = ranks(1, run_pretrain, words)
+    parts = [ranks(2, run_pretrain, [*words, *saved, *INTERLEAVED, "--exit-interval", "3"])]
+    parts.append(ranks(1, run_pretrain, [*loading, "--exit-interval", "6"]))
+    parts.append(ranks(4, run_pretrain, [*loading, *sizes, "--use-distributed-optimizer", "--exit-interval", "9"]))
+    parts.append(ranks(2, run_pretrain, [*loading, *INTERLEAVED]))
+    losses = [loss for part in parts for loss in reporting(part).series("loss")]
+    assert_close(losses, serial[0].series("loss"), 1e-9)
+    assert_close(assemble(parts[-1]), assemble(serial), 1e-9, floor=1e-3)
+    layouts = "tensor 1, pipeline 1, data 1", "tensor 2, pipeline 2, data 1"
+    for words_on_layout, part in zip(("tensor 1, pipeline 2, virtual 2, data 1", *layouts), parts[1:], strict=True):
+        assert any(words_on_layout in message for message in reporting(part).messages)
 
 
 def test_saving_on_the_way_changes_nothing(ranks: Ranks, data_path: str, tmp_path: Path) -> None:
