@@ -108,6 +108,7 @@ def _serve(connection: Connection, job: Job, rank: int, rendezvous: str, timeout
     import torch
     import torch.distributed as dist
 
+    os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)  # standard output: the log lines of the runs

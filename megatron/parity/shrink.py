@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 from megatron.base.compose import compose
+from megatron.base.config import flag_name
 from megatron.parity.synthetic import VOCAB_SIZE
 from megatron.training.config import RunConfig
 
@@ -99,6 +100,16 @@ def in_float64(config: RunConfig, ranks: int) -> RunConfig:
     """The same run in float64, in which what is left of a difference is a mistake."""
     exact = {"params_dtype": "float64", "loss_scale": None, "accumulate_allreduce_grads_in_fp32": None}
     return compose(RunConfig, flat(config) | exact | dict.fromkeys(("fp16", "bf16"), False), ranks)
+
+
+def differences(asked: RunConfig, small: RunConfig) -> list[tuple[str, Any, Any]]:
+    """The flags that were made smaller, as they were asked for and as they are now; without those of files and time."""
+    before, after = flat(asked), flat(small)
+    sections = (small.distributed, small.pipeline, small.model, small.recompute)
+    names = [field.name for section in sections for field in dataclasses.fields(section)]
+    names += ["seq_length", "micro_batch_size", "global_batch_size", "rampup_batch_size", "ddp_bucket_size"]
+    names.remove("distributed_backend")
+    return [(flag_name(n), before[n], after[n]) for n in names if before[n] != after[n] and before[n] is not None]
 
 
 def flat(config: RunConfig) -> dict[str, Any]:
