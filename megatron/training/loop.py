@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import distributed as dist
 from torch import nn
 
@@ -216,9 +217,17 @@ def _iterate(run: Run, batches: Iterator[Batch], interval: Interval) -> None:
     run.audience.on_iteration(state.iteration, run.train_iters)
     if _due(config.logging.log_interval, state.iteration):
         progress = {"iteration": state.iteration, "consumed-samples": state.consumed_samples, "lr": lr}
-        memory = {"memory-GiB": memory_gib(run.world.device)}
+        memory = {"memory-GiB": _most_memory(run.world)}
         timers = {} if run.timers is None else run.timers.report(interval.steps)
         run.audience.on_log({**progress, **interval.report(), **run.loss_scaling(), **memory, **timers})
+
+
+def _most_memory(world: World) -> float:
+    """The most that a stage has held, in GiB; the first holds more than the last. One all-reduce over the pipeline."""
+    most = torch.tensor(memory_gib(world.device), dtype=torch.float64, device=world.device)
+    if mpu.get_pipeline_model_parallel_world_size() > 1:
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mpu.get_pipeline_model_parallel_group())
+    return most.item()
 
 
 def _skipped(iteration: int, before: float, after: float) -> str:

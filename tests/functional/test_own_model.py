@@ -54,8 +54,11 @@ def forward_step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Te
     return losses, torch.tensor(batch["labels"].numel())
 
 
-def train(rank: int, world_size: int, tensor: int, length: int, spoilt: bool) -> list[dict[str, float]]:
-    words = flags("none", tensor_model_parallel_size=tensor, train_iters=8, params_dtype="float64", eval_iters=0)
+def train(
+    rank: int, world_size: int, tensor: int, length: int, spoilt: bool, pipeline: int = 1
+) -> list[dict[str, float]]:
+    layout = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+    words = flags("none", **layout, train_iters=8, params_dtype="float64", eval_iters=0)
     config = parse_composed(RunConfig, words, world_size=world_size, check_inputs=False)
     recorder = Recorder()
 
@@ -95,6 +98,11 @@ def test_no_speed_in_flops_without_their_number(ranks: Ranks) -> None:
 def test_replicas_that_differ_are_refused(ranks: Ranks) -> None:
     with pytest.raises(RankError, match=r"the parameter out\.bias does not start equal on all data-parallel replicas"):
         ranks(2, train, 1, 64, True)
+
+
+def test_a_model_without_stages_has_no_pipeline(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="--pipeline-model-parallel-size 2: it must be 1, the model has no stages"):
+        ranks(2, train, 1, 64, False, 2)
 
 
 def test_a_dataset_that_is_too_short_is_refused(ranks: Ranks) -> None:
