@@ -7,7 +7,8 @@
 #   MASTER_ADDR=node0 NODE_RANK=0 bash examples/pretrain_gpt_8.3B.sh      # on node0
 #   MASTER_ADDR=node0 NODE_RANK=1 bash examples/pretrain_gpt_8.3B.sh      # on node1, and so on to 31
 #
-# With Slurm, `sbatch examples/pretrain_gpt_8.3B.slurm` does that. On any machine,
+# With Slurm, `sbatch -J gpt-8.3B --nodes 32 --gpus-per-node 16 examples/pretrain.slurm examples/pretrain_gpt_8.3B.sh`
+# does that. On any machine,
 #
 #   TOY=1 bash examples/pretrain_gpt_8.3B.sh        runs it at toy size, on four ranks of the CPU
 #   DRY_RUN=1 ...                                   prints the command and runs nothing
@@ -19,45 +20,9 @@ set -euo pipefail
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$repository/examples/pretraining.sh"
 
-# --- ranks and how they meet ------------------------------------------------------------------------------------------
-if is_toy; then
-  nodes=${NNODES:-1}
-  ranks=$((4 / nodes)) # of this machine, on which the nodes of a toy run are
-else
-  nodes=${NNODES:-32}
-  ranks=${GPUS_PER_NODE:-16} # 64 nodes of 8 do as well: NNODES=64 GPUS_PER_NODE=8
-fi
-
-# torchrun starts one process a GPU and tells each its place. On several nodes its processes first have to find each
-# other ("rendezvous"): at MASTER_ADDR:MASTER_PORT, which every node must be able to reach.
-#   static  The node of NODE_RANK 0 listens there, and ranks are NODE_RANK times 16 and up. All NNODES nodes must come.
-#   c10d    Whoever finds itself to be MASTER_ADDR listens; nodes are numbered as they come, NODE_RANK is not read.
-#           RUN_ID keeps two runs apart that use one address. It can start the ranks again when one fails, MAX_RESTARTS
-#           times; the run then goes on from its last checkpoint.
-# NCCL looks for a network by itself. Where it takes the wrong one, NCCL_SOCKET_IFNAME and NCCL_IB_HCA name the right
-# one, and NCCL_DEBUG=INFO shows which it took.
-port=${MASTER_PORT:-29500}
-needed=(MASTER_ADDR)
-case ${RENDEZVOUS:-static} in
-  static)
-    needed+=(NODE_RANK)
-    meet=(--nnodes "$nodes" --node-rank "${NODE_RANK:-}" --master-addr "${MASTER_ADDR:-}" --master-port "$port")
-    ;;
-  c10d)
-    meet=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "${MASTER_ADDR:-}:$port"
-      --rdzv-id "${RUN_ID:-gpt-8.3B}" --max-restarts "${MAX_RESTARTS:-0}")
-    ;;
-  *) refuse "RENDEZVOUS=$RENDEZVOUS: it must be static or c10d" ;;
-esac
-if [ "$nodes" = 1 ]; then needed=() meet=(--standalone); fi # a free port of this machine
-
-if is_toy; then
-  [ "$nodes" = 1 ] || needed+=(TOY_FOLDER)
-  require "${needed[@]}"
-  make_toy_data "$repository"
-else
-  require "${needed[@]}" DATA_PATH VOCAB_FILE MERGE_FILE SAVE
-fi
+# --- ranks ------------------------------------------------------------------------------------------------------------
+place_ranks gpt-8.3B 32 16 # 64 nodes of 8 do as well: NNODES=64 GPUS_PER_NODE=8
+prepare "$repository"
 
 # Kernels start in the order in which they are queued: the all-reduce in the backward pass of a tensor-parallel layer
 # before the product of matrices that is meant to hide it.

@@ -53,6 +53,47 @@ make_toy_data() {
     --tokenizer-type GPT2BPETokenizer --vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE"
 }
 
+# place_ranks NAME NODES GPUS: how many ranks there are and how they meet, on NODES nodes of GPUS GPUs unless NNODES and
+# GPUS_PER_NODE say otherwise; a toy run has four. Sets ranks (of a node), meet (words for torchrun), needed (variables).
+#
+# torchrun starts one process a GPU and tells each its place. On several nodes its processes first have to find each
+# other ("rendezvous"): at MASTER_ADDR:MASTER_PORT, which every node must be able to reach. RENDEZVOUS is
+#   static  The node of NODE_RANK 0 listens there, and ranks are NODE_RANK times GPUS and up. All nodes must come.
+#   c10d    Whoever finds itself to be MASTER_ADDR listens; nodes are numbered as they come, NODE_RANK is not read.
+#           RUN_ID (or NAME) keeps two runs apart that use one address. It can start the ranks again when one fails,
+#           MAX_RESTARTS times; the run then goes on from its last checkpoint.
+# NCCL looks for a network by itself. Where it takes the wrong one, NCCL_SOCKET_IFNAME and NCCL_IB_HCA name the right
+# one, and NCCL_DEBUG=INFO shows which it took.
+place_ranks() {
+  local nodes=${NNODES:-$2} port=${MASTER_PORT:-29500}
+  ranks=${GPUS_PER_NODE:-$3}
+  if is_toy; then nodes=${NNODES:-1} ranks=$((4 / ${NNODES:-1})); fi # of this machine, on which the nodes are
+  needed=(MASTER_ADDR)
+  case ${RENDEZVOUS:-static} in
+    static)
+      needed+=(NODE_RANK)
+      meet=(--nnodes "$nodes" --node-rank "${NODE_RANK:-}" --master-addr "${MASTER_ADDR:-}" --master-port "$port")
+      ;;
+    c10d)
+      meet=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "${MASTER_ADDR:-}:$port"
+        --rdzv-id "${RUN_ID:-$1}" --max-restarts "${MAX_RESTARTS:-0}")
+      ;;
+    *) refuse "RENDEZVOUS=$RENDEZVOUS: it must be static or c10d" ;;
+  esac
+  if [ "$nodes" = 1 ]; then needed=() meet=(--standalone); fi # a free port of this machine
+  if is_toy && [ "$nodes" != 1 ]; then needed+=(TOY_FOLDER); fi
+}
+
+# prepare REPOSITORY: all that must be set is set, or made for a toy run.
+prepare() {
+  if is_toy; then
+    require "${needed[@]}"
+    make_toy_data "$1"
+  else
+    require "${needed[@]}" DATA_PATH VOCAB_FILE MERGE_FILE SAVE
+  fi
+}
+
 # launch WORD ...: becomes the command of these words, or prints it with DRY_RUN=1.
 launch() {
   if [ "${DRY_RUN:-0}" = 1 ]; then

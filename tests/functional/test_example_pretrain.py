@@ -13,11 +13,14 @@ import pytest
 
 from megatron.base.activations import activation_bytes
 from megatron.base.formulas import gpt_parameters, hardware_flops, model_flops, padded_vocab_size
+from megatron.parity.dry_run import activation_bytes_of_rank, parameter_bytes, plan_rank
+from megatron.parity.shrink import Degrees, degrees_of
+from megatron.pipeline import bubble, peak_in_flight
 from megatron.training.arguments import parse_composed
 from megatron.training.config import RunConfig
 from tests.harness.launch import REPOSITORY, environment, run_command
 
-BIG, SMALL = "examples/pretrain_gpt_8.3B.sh", "examples/pretrain_gpt_345M.sh"
+BIG, SMALL, HUGE = (f"examples/pretrain_gpt_{size}.sh" for size in ("8.3B", "345M", "175B"))
 DATA = {"DATA_PATH": "/data/a_text_document", "VOCAB_FILE": "/data/vocab.json", "MERGE_FILE": "/data/merges.txt"}
 GPT2_ENTRIES = 50_257
 
@@ -69,6 +72,74 @@ def test_the_big_example_is_the_published_run_on_32_nodes_of_16() -> None:
     assert (schedule.lr_decay_style, schedule.lr_decay_iters) == ("cosine", 300_000)
     assert (optimizer.weight_decay, optimizer.clip_grad, optimizer.use_distributed_optimizer) == (0.01, 1.0, True)
     assert (config.precision.fp16, config.recompute.recompute_granularity) == (True, "full")
+
+
+def test_the_huge_example_is_gpt3_on_128_nodes_of_8() -> None:
+    words = dry_run(HUGE, MASTER_ADDR="node0", NODE_RANK="127", DATA_PATH="0.6 /data/a 0.4 /data/b")
+    launcher = words[: words.index(str(REPOSITORY / "pretrain_gpt.py"))]
+    assert launcher == shlex.split(
+        "torchrun --nproc-per-node 8 --nnodes 128 --node-rank 127 --master-addr node0 --master-port 29500"
+    )
+    config = config_of(words, 1024)
+    assert f"{parameters_of(config) / 1e9:.0f}" == "175"
+    assert degrees_of(config, 1024) == Degrees(tensor=8, pipeline=16, data=8, virtual=3)
+    assert (config.distributed.sequence_parallel, config.recompute.granularity, config.precision.bf16) == (
+        True,
+        None,
+        True,
+    )
+    batch, schedule, optimizer = config.batch_sizes(1024), config.schedule, config.optimizer
+    assert (batch.global_batch_size, batch.micro_batch_size, batch.num_micro_batches) == (1536, 1, 192)
+    tokens = {
+        300e9: config.training.train_samples,
+        260e9: schedule.lr_decay_samples,
+        375e6: schedule.lr_warmup_samples,
+        12e9: config.training.rampup_batch_size[2] if config.training.rampup_batch_size else None,
+    }
+    assert all(samples is not None and abs(samples * 2048 - asked) <= 2048 for asked, samples in tokens.items())
+    assert [config.batch_schedule(1024).size(samples) for samples in (0, 10**6, 5_859_375)] == [128, 256, 1536]
+    assert (schedule.lr, schedule.min_lr, schedule.lr_decay_style) == (6e-5, 6e-6, "cosine")
+    assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.weight_decay, optimizer.clip_grad) == (
+        0.9,
+        0.95,
+        0.1,
+        1,
+    )
+
+
+def test_what_the_huge_example_tells_is_what_the_formulas_give() -> None:
+    config = config_of(dry_run(HUGE, MASTER_ADDR="node0", NODE_RANK="0"), 1024)
+    first = plan_rank(config, 1024, 0, GPT2_ENTRIES)
+    parameters = sum(parameter.numel() for parameter in first.model.parameters())
+    s, h, n, t, p, v = 2048, 12_288, 96, 8, 16, 3
+    in_flight = [peak_in_flight("1f1b", p, v, 192, rank) for rank in (0, p - 1)]
+    layers = 2 * in_flight[0]
+    sample = model_flops(1, s, 96, h, 51_200)
+    told = {
+        "1.46e9 parameters": parameters / 1e9,
+        "11.0 GB": parameters * parameter_bytes(config, 1024) / 1e9,
+        "13.5 GB": activation_bytes_of_rank(config, first.stages, in_flight[0]) / 1e9,
+        "72.9 GB": layers * activation_bytes(s, 1, h, n, t=t) / 1e9,
+        "126 layers in flight": layers,
+        "63 passes": in_flight[0],
+        "33 and the logits": in_flight[1],
+        "1.31 times": layers / 96,
+        "2.6 %": bubble(p, v, 192) * 100,
+        "7.8 %": bubble(p, 1, 192) * 100,
+        "31 % and": bubble(p, v, 16) * 100,
+        "94 % at": bubble(p, 1, 16) * 100,
+        "50 MB": 2 * s * h / 1e6,
+        "6.3 MB": 2 * s * h / t / 1e6,
+        "3.2e23": sample * 146_484_375 / 1e23,
+        "26 days": sample * 146_484_375 / (1024 * 0.45 * 312e12) / 86_400,
+        "2.4 TB": parameters_of(config) * 14 / 1e12,
+        "2 hours": 300 * 1536 * sample / (1024 * 0.45 * 312e12) / 3600,
+    }
+    text = (REPOSITORY / HUGE).read_text().replace("\n#       ", " ")
+    for words, value in told.items():
+        digits = re.split(r"e\d| ", words)[0]
+        assert rounded(value, digits) == digits, words
+        assert words in text, words
 
 
 def rounded(value: float, like: str) -> str:
@@ -130,7 +201,9 @@ def test_further_flags_win() -> None:
     assert config_of(dry_run(SMALL, "--train-iters", "300000", PRECISION="bf16"), 1).training.train_iters == 300_000
 
 
-@pytest.mark.parametrize(("script", "also"), [(BIG, ["MASTER_ADDR", "NODE_RANK"]), (SMALL, [])])
+@pytest.mark.parametrize(
+    ("script", "also"), [(BIG, ["MASTER_ADDR", "NODE_RANK"]), (HUGE, ["MASTER_ADDR", "NODE_RANK"]), (SMALL, [])]
+)
 def test_all_that_is_not_set_is_told_at_once(script: str, also: list[str]) -> None:
     done = start(script)
     assert done.returncode == 2
@@ -176,6 +249,18 @@ def test_the_small_example_at_toy_size(tmp_path: Path) -> None:
     assert len(losses(tmp_path)) == 4
 
 
+@pytest.mark.slow
+def test_the_huge_example_at_toy_size(tmp_path: Path, toy_data: Path) -> None:
+    """Two tensor ranks, two pipeline ranks of two virtual stages, a batch that grows."""
+    folder = toy_folder(toy_data, tmp_path / "toy")
+    done = start(HUGE, "--metrics-file", str(folder / "metrics.jsonl"), TOY="1", TOY_FOLDER=str(folder))
+    assert done.returncode == 0, done.stderr
+    assert "on 4 ranks (cpu): tensor 2 (sequence parallel), pipeline 2 (1f1b, 2 virtual stages each)" in done.stdout
+    assert "from 2 by 2 over 6 samples; 5 iterations" in done.stdout
+    assert "saved iteration 5 to" in done.stdout
+    assert len(losses(folder)) == 5
+
+
 FAKE_SRUN = """#!/usr/bin/env bash
 # A cluster of two nodes on this machine: runs the command once for each, at the same time, as srun does.
 shift
@@ -191,15 +276,15 @@ FAKE_SCONTROL = """#!/usr/bin/env bash
 """
 
 
-def slurm(tmp_path: Path, *flags: str, **variables: str) -> "subprocess.CompletedProcess[str]":
-    """Start the batch script as Slurm would, from a copy elsewhere, on a cluster of two fake nodes."""
+def slurm(tmp_path: Path, *words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Start the batch script with `words` as Slurm would, from a copy elsewhere, on a cluster of two fake nodes."""
     programs, spool = tmp_path / "bin", tmp_path / "spool"
     programs.mkdir()
     spool.mkdir()
     for name, text in (("srun", FAKE_SRUN), ("scontrol", FAKE_SCONTROL)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
-    (spool / "slurm_script").write_text((REPOSITORY / "examples/pretrain_gpt_8.3B.slurm").read_text())
+    (spool / "slurm_script").write_text((REPOSITORY / "examples/pretrain.slurm").read_text())
     job = {
         "PATH": f"{programs}{os.pathsep}{environment()['PATH']}",
         "FAKE_LOGS": str(tmp_path),
@@ -208,16 +293,18 @@ def slurm(tmp_path: Path, *flags: str, **variables: str) -> "subprocess.Complete
         "SLURM_JOB_NODELIST": "here[0-1]",
         "SLURM_JOB_NUM_NODES": "2",
     }
-    return start(str(spool / "slurm_script"), *flags, **job | variables)
+    return start(str(spool / "slurm_script"), *words, **job | variables)
 
 
-def test_the_batch_script_runs_the_example_on_every_node(tmp_path: Path) -> None:
-    done = slurm(tmp_path, "--seed", "7", DRY_RUN="1", **DATA, SAVE="/data/run")
+@pytest.mark.parametrize(("script", "ranks"), [(BIG, 16), (HUGE, 8)])
+def test_the_batch_script_runs_an_example_on_every_node(tmp_path: Path, script: str, ranks: int) -> None:
+    done = slurm(tmp_path, script, "--seed", "7", DRY_RUN="1", **DATA, SAVE="/data/run")
     assert done.returncode == 0, done.stderr
     for node in range(2):
         words = shlex.split((tmp_path / f"{node}.log").read_text())
         assert shlex.join(words).startswith(
-            f"torchrun --nproc-per-node 16 --nnodes 2 --node-rank {node} --master-addr localhost --master-port 24567 "
+            f"torchrun --nproc-per-node {ranks} --nnodes 2 --node-rank {node} --master-addr localhost "
+            "--master-port 24567 "
         )
         assert words[-2:] == ["--seed", "7"]
 
@@ -230,7 +317,7 @@ def test_the_big_example_at_toy_size_on_two_nodes_equals_one_node(tmp_path: Path
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     metrics = ["--metrics-file", str(two / "metrics.jsonl")]
-    done = slurm(tmp_path, *metrics, TOY="1", TOY_FOLDER=str(two), MASTER_PORT=port)
+    done = slurm(tmp_path, BIG, *metrics, TOY="1", TOY_FOLDER=str(two), MASTER_PORT=port)
     logs = [path.read_text() for path in sorted(tmp_path.glob("?.log"))]
     assert done.returncode == 0, "\n".join([done.stderr, *logs])
     assert "saved iteration 4 to" in logs[0]
