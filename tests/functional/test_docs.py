@@ -2,15 +2,28 @@
 
 import re
 import runpy
+import shlex
+import sys
 
 import pytest
 
+from megatron.base.formulas import gpt_parameters
 from megatron.optimizer.precision import PrecisionConfig
-from tests.harness.launch import REPOSITORY
+from megatron.pipeline import bubble, peak_in_flight, show
+from tests.harness.launch import REPOSITORY, run_command
 
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-PROGRAMS = ["pretrain_gpt.py", "tools/preprocess_data.py", "tools/train_tokenizer.py", "tools/build_index.py"]
+TOOLS = ("preprocess_data", "train_tokenizer", "build_index", "check_layout")
+PROGRAMS = ["pretrain_gpt.py", "megatron/pipeline/show.py", *(f"tools/{name}.py" for name in TOOLS)]
 OTHERS = {"--nproc-per-node", "--prompt", "--world-size"}  # of torchrun, and of tools that are not asked
+
+
+def command(document: str, program: str) -> list[str]:
+    """The arguments that a document gives to `program` in its (first) command."""
+    blocks = re.findall(r"```bash\n(.*?)```", (REPOSITORY / document).read_text(encoding="utf-8"), re.DOTALL)
+    lines = [shlex.split(line, comments=True) for line in "\n".join(blocks).replace("\\\n", " ").splitlines()]
+    words = next(words for words in lines if program in words)
+    return words[words.index(program) + 1 :]
 
 
 def flags_in(text: str) -> set[str]:
@@ -43,3 +56,38 @@ def test_bytes_of_a_parameter_are_those_of_its_number_formats() -> None:
         assert master == (precision.main_dtype.itemsize if precision.is_mixed else 0)
         assert together == kept + shared == weight + gradient + master + 8
         assert shared == master + 8
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/pipelines.md"])
+def test_the_schedule_is_drawn(capsys: pytest.CaptureFixture[str], document: str) -> None:
+    show.main(command(document, "megatron.pipeline.show"))
+    assert capsys.readouterr().out.startswith("interleaved 1F1B, 4 ranks of 2 chunks, 8 micro-batches")
+
+
+def test_the_planned_layout_is_the_one_of_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    main = runpy.run_path(str(REPOSITORY / "tools/check_layout.py"))["main"]
+    assert main(command("docs/pipelines.md", "tools/check_layout.py")) == 0
+    assert capsys.readouterr().out.startswith("rank 1500 of 3072: tensor rank 4 of 8, pipeline rank 31 of 64")
+    assert f"{gpt_parameters(128, 25_600, 51_200, 2048) / 1e12:.3f}e12" in DOCUMENTS[-1].read_text(encoding="utf-8")
+
+
+def test_a_pipeline_s_closed_forms_are_those_of_the_code() -> None:
+    text = (REPOSITORY / "docs/pipelines.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in text.splitlines() if line.count("`(p - 1)/")]
+    assert len(rows) == 3
+    for name, v, (*_, idle, held) in zip(("gpipe", "1f1b", "1f1b"), (1, 1, 3), rows, strict=True):
+        formulas = [re.findall("`(.*?)`", cell)[0] for cell in (idle, held)]
+        for p, m, r in ((4, 8, 0), (4, 8, 3), (8, 8, 2)):
+            known = {"p": p, "m": m, "v": v, "r": r, "min": min}
+            code = [re.sub(r"([\w)]) (?=[\w(])", r"\1 * ", formula) for formula in formulas]
+            values = [eval(words, {}, known) for words in code]
+            assert values == [bubble(p, v, m), peak_in_flight(name, p, v, m, r)]
+
+
+@pytest.mark.slow
+def test_the_checked_layout_is_equal() -> None:
+    words = [*command("README.md", "tools/check_layout.py"), "--max-ranks", "4", "--steps", "1", "--float64"]
+    done = run_command([sys.executable, "tools/check_layout.py", *words])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "asked for: tensor 4 x pipeline 4 (of 2 virtual stages each) x data 4 = 64 ranks, 16 micro" in done.stdout
+    assert "\nEQUAL: in float64" in done.stdout
