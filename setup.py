@@ -9,7 +9,7 @@ README = Path(__file__).parent / "README.md"
 setup(
     name="megatron",
     version="0.1.0",
-    description="Training large transformer language models with tensor model parallelism, on GPUs and on CPUs",
+    description="Training large transformer language models with tensor and pipeline parallelism, on GPUs and on CPUs",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
