@@ -196,8 +196,10 @@ class Optimizer:
         """
         return placed_gradients(self._buckets, self._shardings, 1.0 / (self._divisor * self.loss_scale))
 
-    def gradient_norm(self) -> float:
+    def gradient_norm(self, loss_is_finite: bool = True) -> float:
         """The 2-norm of the whole model's gradient, divided; equal on all ranks. A parameter with copies counts once.
+
+        No number on all ranks where `loss_is_finite` is false on any: a loss may be infinite with finite gradients.
 
         One all-reduce of (model ranks x data ranks) float64 over the model group, over everyone if sharded.
         """
@@ -206,11 +208,12 @@ class Optimizer:
         norms = shard_norms(
             self._buckets, counted - self._duplicates, [data.rank] if self.sharded else range(data.size)
         )
-        places = {self._groups.place(shard): value for shard, value in norms.items()}
+        factor = 1.0 if loss_is_finite else math.nan
+        places = {self._groups.place(shard): value * factor for shard, value in norms.items()}
         total = sum_of_places(places, self._groups.places, self._norm_group, self._device)
         return total.sqrt().item() / (self._divisor * self.loss_scale)
 
-    def step(self, lr: float) -> StepResult:
+    def step(self, lr: float, *, loss_is_finite: bool = True) -> StepResult:
         """Divide and clip the gradients, move the weights; returns the norm before clipping.
 
         Clipping multiplies by `clip_grad / (norm + 1e-6)` where that is below 1; division, loss scale and clipping are
@@ -219,9 +222,9 @@ class Optimizer:
 
         Where the norm is not finite, on every rank alike, weights and state stay as they are: with float16 parameters
         the step is skipped and the loss scale hears of it. Raises FloatingPointError with others, and where
-        `--max-skipped-steps` steps in a row were skipped.
+        `--max-skipped-steps` steps in a row were skipped. So it is also where `loss_is_finite` is false on any rank.
         """
-        norm = self.gradient_norm()
+        norm = self.gradient_norm(loss_is_finite)
         if not math.isfinite(norm):
             return self._skip(norm)
         clip = self._config.clip_grad / (norm + 1e-6)

@@ -1,13 +1,13 @@
 """Losses of micro-batches: summed over an iteration and all replicas, known on every stage, divided once."""
 
 import dataclasses
-import math
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron.mpu.initialize import SERIAL_GROUP, GroupInfo
+from megatron.mpu import SERIAL_GROUP, all_reduce
+from megatron.mpu.initialize import GroupInfo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +27,13 @@ class NonFiniteLoss(FloatingPointError):
     """The loss of a micro-batch is not finite.
 
     Attributes:
-        data_rank: the data-parallel rank whose it is.
+        rank: the rank whose it is.
         micro_batch: its number among those of that rank in the iteration, from 0.
     """
 
-    def __init__(self, data_rank: int, micro_batch: int) -> None:
-        super().__init__(f"the loss of micro-batch {micro_batch} of data-parallel rank {data_rank} is not finite")
-        self.data_rank = data_rank
+    def __init__(self, rank: int, micro_batch: int) -> None:
+        super().__init__(f"the loss of micro-batch {micro_batch} of rank {rank} is not finite")
+        self.rank = rank
         self.micro_batch = micro_batch
 
 
@@ -44,34 +44,29 @@ def normalized(loss: Tensor, tokens: Tensor, normalization: str) -> tuple[Tensor
     return loss / tokens.where(tokens > 0, 1), torch.ones_like(tokens)
 
 
-def scaled(loss: Tensor, factor: float) -> Tensor:
-    """`loss` times `factor` in float32; a loss that is not finite gets gradients that are not finite either.
-
-    Without that, an infinite loss of an impossible token could pass: the gradient of its cross entropy is finite.
-    """
-    return loss.float() * torch.where(loss.detach().isfinite(), factor, math.nan)
-
-
 @dataclasses.dataclass(frozen=True)
 class LossRanks:
-    """The ranks that have losses, those of the last stage of `pipeline`, one of each replica in `data`."""
+    """The ranks that have losses, those of the last stage of `pipeline`, one of each replica in `data`.
+
+    Tensor ranks have a pipeline and replicas each; `everyone` is all of them.
+    """
 
     data: GroupInfo = SERIAL_GROUP
     pipeline: GroupInfo = SERIAL_GROUP
+    everyone: GroupInfo = SERIAL_GROUP
 
     @property
     def last(self) -> bool:
         """Whether this rank is of the last stage."""
         return self.pipeline.rank == self.pipeline.size - 1
 
-    def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        """`values` over all replicas, in place, equal on all stages; those of earlier stages must change nothing.
+    def sum(self, values: Tensor) -> Tensor:
+        """`values` summed over all replicas, in place, equal on all stages; those of earlier stages must be zero.
 
         One all-reduce over the data group on the last stage, then one over the pipeline; none over a single rank.
         """
         for group in ([self.data] if self.last else []) + [self.pipeline]:
-            if group.size > 1:
-                dist.all_reduce(values, op=operation, group=group.group)
+            all_reduce(values, group)
         return values
 
 
@@ -92,20 +87,23 @@ class Losses:
         return loss
 
     def total(self) -> LossSum:
-        """Both sums over all replicas, in float64, equal on all ranks. Collectives of 16 bytes: `LossRanks.reduce`."""
+        """Both sums over all replicas, in float64, equal on all stages; of tensor ranks each has its own.
+
+        Collectives of 16 bytes: `LossRanks.sum`.
+        """
         total = torch.stack(self._losses).sum() if self._losses else torch.zeros_like(self._count)
         pair = torch.stack([total, self._count.double()])
-        return LossSum(*self._ranks.reduce(pair, dist.ReduceOp.SUM).tolist())
+        return LossSum(*self._ranks.sum(pair).tolist())
 
     def check(self) -> None:
         """Raise `NonFiniteLoss`, the same on all ranks, for the first micro-batch whose loss is not finite, if any is.
 
-        Collectives of one integer, by `LossRanks.reduce`: for when it is known that some loss is wrong.
+        One all-reduce of an integer over everyone: for when all ranks know that something is wrong.
         """
-        data, none = self._ranks.data, torch.iinfo(torch.int64).max
-        wrong = [k * data.size + data.rank for k, loss in enumerate(self._losses) if not loss.isfinite()]
+        everyone, none = self._ranks.everyone, torch.iinfo(torch.int64).max
+        wrong = [k * everyone.size + everyone.rank for k, loss in enumerate(self._losses) if not loss.isfinite()]
         first = torch.tensor(min(wrong, default=none), device=self._count.device)
-        found = int(self._ranks.reduce(first, dist.ReduceOp.MIN).item())
+        found = int(all_reduce(first, everyone, dist.ReduceOp.MIN).item())
         if found < none:
-            micro_batch, data_rank = divmod(found, data.size)
-            raise NonFiniteLoss(data_rank, micro_batch)
+            micro_batch, rank = divmod(found, everyone.size)
+            raise NonFiniteLoss(rank, micro_batch)

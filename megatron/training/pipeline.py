@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from megatron import mpu
 from megatron.data import HOST_KEYS
@@ -202,9 +203,8 @@ def make_pipeline(
         )
     if chunks is not None and len(chunks) != virtual_size:
         raise ValueError(f"the model has {len(chunks)} stages on this rank, and the flags ask for {virtual_size}")
-    ranks = LossRanks(
-        mpu.resolve_group(mpu.get_data_parallel_group()), mpu.resolve_group(mpu.get_pipeline_model_parallel_group())
-    )
+    groups = (mpu.get_data_parallel_group(), mpu.get_pipeline_model_parallel_group(), dist.group.WORLD)
+    ranks = LossRanks(*map(mpu.resolve_group, groups))
     if size == 1:
         return Pipeline(model, config, loss_ranks=ranks, device=device)
     # With sequence parallelism what goes to the next stage is another part of the sequence on each tensor rank.

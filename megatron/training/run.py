@@ -111,13 +111,12 @@ class Run:
 
     def words_on(self, error: NonFiniteLoss) -> str:
         """A sentence that is the same on all ranks: where in the present iteration the loss is not finite."""
-        micro, replicas = self.config.training.micro_batch_size, mpu.get_data_parallel_world_size()
-        place = error.micro_batch * replicas + error.data_rank
+        micro, grid = self.config.training.micro_batch_size, mpu.get_topology()
+        place = error.micro_batch * grid.data + grid.coordinates(error.rank).data
         first = self.trainee.state.consumed_samples + place * micro
-        rank = mpu.get_topology().rank_of(0, error.data_rank, mpu.get_pipeline_model_parallel_world_size() - 1)
         return (
-            f"the loss is not finite on rank {rank}, for the samples {first} to {first + micro - 1} in the order of "
-            "the run (from 0); nothing of this iteration is saved"
+            f"the loss is not finite on rank {error.rank}, for the samples {first} to {first + micro - 1} in the order "
+            "of the run (from 0); nothing of this iteration is saved"
         )
 
     def workload(self) -> Workload:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from megatron.optimizer import Optimizer
-from megatron.training.losses import Losses, LossSum, scaled
+from megatron.training.losses import Losses, LossSum
 from megatron.training.pipeline import Batch, ForwardStep, Pipeline
 from megatron.training.timers import Timers
 
@@ -44,7 +44,7 @@ def train_step(
         expected_count: about what the global batch will count, for FP16 alone: each loss is divided by it and
             multiplied by the loss scale before backward, and the division is put right afterwards, so that the loss
             scale is relative to a mean. None where there is no loss scale.
-        check_loss: stop at a loss that is not finite; FP16 skips the step for it in any case.
+        check_loss: stop at a loss that is not finite on any rank; FP16 skips the step for it in any case.
         timers: add up where the time goes.
 
     Raises `ValueError` where nothing was counted, `NonFiniteLoss` as asked, and what `Optimizer.step` raises.
@@ -54,17 +54,23 @@ def train_step(
 
     def loss_of(loss: Tensor, tokens: Tensor) -> Tensor:
         loss = losses.add(loss, tokens)
-        return loss if expected_count is None else scaled(loss, optimizer.loss_scale / expected_count)
+        return loss if expected_count is None else loss.float() * (optimizer.loss_scale / expected_count)
 
     pipeline.train(batches, forward_step, loss_of, num_micro_batches, optimizer.last_micro_batch, timers)
     with _measured(timers, "pipeline-wait"):  # for the stages that end later
         loss_sum = losses.total()
-    if check_loss and expected_count is None and not math.isfinite(loss_sum.total):
-        losses.check()
     with _measured(timers, "reduce-gradients"):
         optimizer.reduce_gradients(loss_sum.count / (expected_count or 1.0))
-    with _measured(timers, "optimizer-step"):
-        result = optimizer.step(lr)
+    in_fp16 = expected_count is not None
+    # Perhaps one tensor rank alone has a loss that is not finite: by the norm all hear of it before any turns aside.
+    loss_is_finite = not (check_loss or in_fp16) or math.isfinite(loss_sum.total)
+    try:
+        with _measured(timers, "optimizer-step"):
+            result = optimizer.step(lr, loss_is_finite=loss_is_finite)
+    except FloatingPointError:
+        if check_loss and not in_fp16:
+            losses.check()
+        raise
     return Step(loss_sum, result.grad_norm, result.skipped)
 
 

@@ -154,6 +154,16 @@ def test_a_loss_of_nan_ends_the_run_and_saves_nothing(
     assert reporting(resumed).series("iteration") == [3]
 
 
+def test_a_loss_of_nan_on_one_tensor_rank_is_known_to_all(ranks: Ranks, data_path: str) -> None:
+    """And is that rank's in the words; on the other the sums of losses are finite."""
+    line = small(data_path, micro_batch_size=2, tensor_model_parallel_size=2)
+    sentence = "iteration 2: the loss is not finite on rank {}, for the samples {} to {} in the order of the run"
+    for world, wrong, first in ((2, 1, 10), (4, 3, 14)):
+        told = ranks(world, failure_with_fault, line, Fault("loss", (wrong,), (5 if world == 2 else 3,)))
+        assert len(set(told)) == 1
+        assert told[0].startswith(sentence.format(wrong, first, first + 1))
+
+
 def test_a_loss_of_nan_is_left_to_the_gradients_when_asked(ranks: Ranks, data_path: str) -> None:
     words = small(data_path, "--no-check-for-nan-in-loss", micro_batch_size=8)
     told = ranks(1, failure_with_fault, words, Fault("loss", (0,), (1,)))[0]

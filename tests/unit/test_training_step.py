@@ -1,16 +1,17 @@
 """The loss divided once: sums, counts and what is done where nothing is counted."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from megatron import mpu
-from megatron.optimizer import Optimizer, OptimizerConfig
-from megatron.training.losses import Losses, LossRanks, LossSum, NonFiniteLoss, normalized, scaled
+from megatron.optimizer import Optimizer, OptimizerConfig, PrecisionConfig
+from megatron.training.losses import Losses, LossRanks, LossSum, NonFiniteLoss, normalized
 from megatron.training.pipeline import Pipeline
-from megatron.training.step import train_step
+from megatron.training.step import Step, train_step
 
 WEIGHT = torch.tensor([[1.0, -2.0, 3.0]])
 
@@ -60,18 +61,32 @@ def test_a_batch_that_counts_nothing_is_an_error() -> None:
     assert [float(x) for x in normalized(torch.tensor(0.0), torch.tensor(0.0), "microbatch")] == [0.0, 1.0]
 
 
-def test_an_infinite_loss_has_no_finite_gradient() -> None:
-    """Of a token whose logit is minus infinity the loss is infinite, and its own gradient is finite."""
-    for lowest, finite in ((-1.0, True), (-math.inf, False)):
-        logits = torch.tensor([[0.0, lowest, 1.0]], dtype=torch.float16, requires_grad=True)
-        loss = nn.functional.cross_entropy(logits.float(), torch.tensor([1]))
-        assert loss.isfinite() == finite
-        (plain,) = torch.autograd.grad(loss, logits, retain_graph=True)
-        assert plain.isfinite().all()
-        (gradient,) = torch.autograd.grad(scaled(loss, 8.0), logits)
-        assert gradient.isfinite().any() == finite
-        if finite:
-            assert torch.equal(gradient, plain * 8)
+def step_at(bias: float, precision: PrecisionConfig, **asked: Any) -> tuple[Step, nn.Linear]:
+    """One step on the cross entropy of a token whose logit is `bias`; of minus infinity it has finite gradients."""
+    model = nn.Linear(3, 3, dtype=precision.dtype)
+    optimizer = Optimizer(model, mpu.parameter_shardings(model), OptimizerConfig(), precision)
+
+    def forward_step(module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = module(batch["x"]).float() + torch.tensor([0.0, bias, 1.0])
+        return nn.functional.cross_entropy(logits, torch.tensor([1])), torch.tensor(1.0)
+
+    batches = iter([{"x": torch.ones(1, 3, dtype=precision.dtype)}])
+    loop: dict[str, Any] = {"num_micro_batches": 1, "lr": 0.5, "normalization": "tokens"}
+    return train_step(Pipeline(model), optimizer, batches, forward_step, **loop, **asked), model
+
+
+def test_an_infinite_loss_with_finite_gradients_takes_no_step() -> None:
+    wide, narrow = PrecisionConfig(), PrecisionConfig(fp16=True, initial_loss_scale=8.0)
+    assert math.isfinite(step_at(-math.inf, wide)[0].grad_norm)
+    with pytest.raises(NonFiniteLoss, match="micro-batch 0 of rank 0"):
+        step_at(-math.inf, wide, check_loss=True)
+    for bias, check_loss in ((-1.0, True), (-math.inf, True), (-math.inf, False)):
+        torch.manual_seed(0)
+        before = nn.Linear(3, 3, dtype=torch.float16).weight
+        torch.manual_seed(0)
+        step, model = step_at(bias, narrow, expected_count=1.0, check_loss=check_loss)
+        assert step.skipped == (bias == -math.inf)
+        assert torch.equal(model.weight, before) == step.skipped
 
 
 def test_the_first_loss_that_is_not_finite_is_named() -> None:
@@ -81,6 +96,6 @@ def test_the_first_loss_that_is_not_finite_is_named() -> None:
     losses.check()
     for number in (math.inf, math.nan):
         losses.add(torch.tensor(number), torch.tensor(1.0))
-    with pytest.raises(NonFiniteLoss, match="micro-batch 2 of data-parallel rank 0") as caught:
+    with pytest.raises(NonFiniteLoss, match="micro-batch 2 of rank 0") as caught:
         losses.check()
-    assert (caught.value.data_rank, caught.value.micro_batch) == (0, 2)
+    assert (caught.value.rank, caught.value.micro_batch) == (0, 2)
