@@ -1,0 +1,135 @@
+"""The optimizer of a classic checkpoint: its tensors, which have numbers, under the names of the parameters."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpointing.convert.classic import COPY, ClassicCheckpoint, ClassicFile, pieces_of_model
+from megatron.checkpointing.convert.deferred import Readable
+from megatron.checkpointing.convert.torch_files import FileTensor
+
+_MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
+_KINDS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+
+# A parameter: the number of its chunk, and its name in it.
+_Place = tuple[int, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassicOptimizer:
+    """State of the optimizer.
+
+    Attributes:
+        tensors: for each kind (`exp_avg`, `master_weight`, ...) the tensors of the whole model, pieces by tensor rank.
+        state: what ours keeps beside tensors.
+    """
+
+    tensors: Mapping[str, Mapping[str, Sequence[Readable]]]
+    state: dict[str, Any]
+
+
+def read_optimizer(checkpoint: ClassicCheckpoint) -> ClassicOptimizer | None:
+    """The optimizer's state, None where the checkpoint has none. Raises ValueError where it is not understood."""
+    if any(not isinstance(file.record.get("optimizer"), dict) for file in checkpoint.files.values()):
+        return None
+    steps: set[int] = set()
+    chunks: dict[str, dict[tuple[int, int], list[dict[str, FileTensor]]]] = {}
+    for place, file in checkpoint.files.items():
+        try:
+            states = _read_file(file, steps)
+        except ValueError as error:
+            raise ValueError(f"{checkpoint.folder}: optimizer of pipeline and tensor rank {place}: {error}") from error
+        for kind, of_chunks in states.items():
+            chunks.setdefault(kind, {})[place] = of_chunks
+    if not chunks:
+        return None
+    if any(len(places) < len(checkpoint.files) for places in chunks.values()) or len(steps) > 1:
+        raise ValueError(f"{checkpoint.folder}: the optimizers of the ranks do not have the same kinds and steps")
+    tensors = {kind: pieces_of_model(checkpoint, places) for kind, places in chunks.items()}
+    for pieces in tensors.values():
+        pieces.pop(COPY, None)
+    state = {
+        "step_count": next(iter(steps), 0),
+        "skipped_in_a_row": 0,
+        "loss_scaler": _loss_scaler(checkpoint.record["optimizer"], checkpoint.folder),
+    }
+    return ClassicOptimizer(tensors, state)
+
+
+def _read_file(file: ClassicFile, steps: set[int]) -> dict[str, list[dict[str, FileTensor]]]:
+    """Each kind of state of one rank, by chunk and name; adds the number of steps to `steps`."""
+    saved = file.record["optimizer"]
+    masters = next((saved[name] for name in _MASTERS if name in saved), None)
+    plain = saved.get("optimizer", saved)
+    groups, states = plain["param_groups"], plain["state"]
+    numbers = [number for group in groups for number in group["params"]]
+    masters = [] if masters is None else [master for group in masters for master in group]
+    if masters and len(masters) != len(numbers):
+        raise ValueError(f"there are {len(masters)} master weights for {len(numbers)} parameters")
+    of_parameter = [dict(states.get(number, {})) for number in numbers]
+    steps |= {int(_number(step)) for step in _steps(groups, of_parameter)}
+    for state, master in zip(of_parameter, masters, strict=False):
+        state["master_weight"] = master
+    kinds = {kind for state in of_parameter for kind in state}
+    unknown = kinds - {*_KINDS, "master_weight"}
+    if unknown or any(state.keys() != kinds for state in of_parameter):
+        raise ValueError(f"its state is not understood: {', '.join(sorted(unknown)) or 'some parameters lack a part'}")
+    found: dict[str, list[dict[str, FileTensor]]] = {kind: [{} for _ in file.chunks] for kind in kinds}
+    for (chunk, name), state in zip(_places(file, of_parameter), of_parameter, strict=True):
+        for kind in kinds:
+            found[kind][chunk][name] = state[kind]
+    return found
+
+
+def _steps(groups: Sequence[Mapping[str, Any]], states: Sequence[dict[str, Any]]) -> list[Any]:
+    """Numbers of steps, taken out of the states: some optimizers count them there, others in the groups."""
+    return [s.pop("step") for s in states if "step" in s] or [g["step"] for g in groups if "step" in g]
+
+
+def _places(file: ClassicFile, states: Sequence[Mapping[str, FileTensor]]) -> list[_Place]:
+    """Which parameter each state belongs to: of the orders that programs have, the one in which all shapes fit."""
+    shapes = [{state[kind].shape for kind in state} for state in states]
+    for places in _orders(file):
+        expected = [{file.chunks[chunk][name].shape} for chunk, name in places]
+        if expected == shapes or (len(expected) == len(shapes) and not any(shapes)):
+            return places
+    raise ValueError("the shapes of its state are not those of the parameters")
+
+
+def _orders(file: ClassicFile) -> Iterator[list[_Place]]:
+    """Orders of the parameters: those that are decayed (matrices) before the others, in all chunks or in each.
+
+    The copy of the word embeddings is behind or before the rest of its chunk.
+    """
+    for copy_first, apart in itertools.product((False, True), (False, True)):
+        chunks = []
+        for number, chunk in enumerate(file.chunks):
+            names = sorted(chunk, key=lambda name: (name == COPY) != copy_first)
+            decayed = [(number, name) for name in names if len(chunk[name].shape) > 1]
+            chunks.append((decayed, [(number, name) for name in names if len(chunk[name].shape) <= 1]))
+        if apart:
+            yield [place for both in chunks for places in both for place in places]
+        else:
+            yield [place for part in (0, 1) for both in chunks for place in both[part]]
+
+
+def _number(value: Any) -> float:
+    """A number, or that in a tensor of one element."""
+    return float(value.read().item()) if isinstance(value, FileTensor) else float(value)
+
+
+def _loss_scaler(optimizer: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The state of a dynamic loss scale; empty where it is constant or there is none."""
+    saved = optimizer.get("grad_scaler", {})
+    if not isinstance(saved, dict) or not {"scale", "growth_tracker", "hysteresis_tracker"} <= saved.keys():
+        return {}
+    try:
+        return {
+            "scale": _number(saved["scale"]),
+            "clean_steps": int(_number(saved["growth_tracker"])),
+            "patience": int(_number(saved["hysteresis_tracker"])),
+        }
+    except TypeError as error:
+        raise ValueError(f"{folder}: its loss scale is not a number") from error

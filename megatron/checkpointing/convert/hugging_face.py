@@ -1,0 +1,193 @@
+"""Hugging Face's GPT-2 folders (config.json and model.safetensors) as a `Transfer`, and a `Transfer` as one."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.base.compose import make_section
+from megatron.base.files import atomic_write
+from megatron.checkpointing.convert.deferred import Readable
+from megatron.checkpointing.convert.gpt import hugging_face_entries
+from megatron.checkpointing.convert.mapping import RowOrder, Rows, export_all, import_all
+from megatron.checkpointing.convert.megatron_lm import Told, own_defaults
+from megatron.checkpointing.convert.safetensors_files import read_safetensors, write_safetensors
+from megatron.checkpointing.convert.torch_files import FileTensor, read_torch_file
+from megatron.checkpointing.convert.transfer import Transfer, table_of
+from megatron.checkpointing.index import dtype_name
+from megatron.model import TransformerConfig
+
+ORDER: RowOrder = "3nd"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+_WORDS, _OUTPUT = "transformer.wte.weight", "lm_head.weight"
+_ACTIVATIONS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu_erf",
+}
+# Masks that older versions stored with the weights.
+_MASK = re.compile(r"transformer\.h\.[0-9]+\.attn\.(bias|masked_bias)")
+# What a GPT-2 of theirs may ask for and ours does not do, with the value at which it does nothing.
+_NOT_HERE = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+
+
+def from_hugging_face(directory: Path, told: Told) -> Transfer:
+    """The GPT-2 in a folder.
+
+    Raises ValueError where it is not whole, is another model or has tensors that there is no place for.
+    """
+    saved = _read_json(directory / CONFIG)
+    if saved.get("model_type") != "gpt2":
+        raise ValueError(f"{directory / CONFIG}: model_type {saved.get('model_type')!r}; gpt2 is read here")
+    weights, notes = read_weights(directory)
+    untied = _is_untied(saved, weights)
+    if not untied:
+        weights.pop(_OUTPUT, None)
+    config = _our_config(directory, saved, told, untied)
+    if _WORDS not in weights:
+        raise ValueError(f"{directory}: it has no {_WORDS}")
+    there = weights[_WORDS].shape[0]
+    rows = Rows(ORDER, config.head_size, told.vocab_size or min(told.tokenizer_size or there, there))
+    if (told.tokenizer_size or 0) > rows.vocab_size:
+        notes.append(f"the tokenizer has {told.tokenizer_size} ids, and the model {rows.vocab_size}")
+    entries = list(hugging_face_entries(config))
+    pieces = {name: [tensor] for name, tensor in weights.items()}
+    tensors = import_all(entries, pieces, rows)
+    sections = {"model": dataclasses.asdict(config)}
+    return Transfer(
+        config, rows.vocab_size, tensors, sections=sections, table=table_of(entries, pieces, rows), notes=notes
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: the file is missing") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: it cannot be read ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: it must be a JSON object")
+    return content
+
+
+def read_weights(directory: Path) -> tuple[dict[str, Readable], list[str]]:
+    """Every tensor by the name that `GPT2LMHeadModel` gives it, and sentences about what is left out."""
+    found: dict[str, Readable] = {}
+    for path in _files(directory):
+        for name, tensor in _tensors(path).items():
+            whole = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+            if whole in found:
+                raise ValueError(f"{path}: {name} is in another file already")
+            found[whole] = tensor
+    masks = [name for name in found if _MASK.fullmatch(name)]
+    notes = [f"{len(masks)} causal masks are left out, they are no weights"] if masks else []
+    return {name: tensor for name, tensor in found.items() if name not in masks}, notes
+
+
+def _files(directory: Path) -> list[Path]:
+    """The files of the weights: one, or those that an index lists, safetensors before pickled ones."""
+    for name in (WEIGHTS, "pytorch_model.bin"):
+        if (directory / name).is_file():
+            return [directory / name]
+        if (directory / f"{name}.index.json").is_file():
+            parts = _read_json(directory / f"{name}.index.json").get("weight_map", {})
+            return [directory / Path(part).name for part in sorted(set(map(str, parts.values())))]
+    raise ValueError(f"{directory}: there is no {WEIGHTS} in it, nor an index of several files")
+
+
+def _tensors(path: Path) -> Mapping[str, Readable]:
+    if not path.is_file():
+        raise ValueError(f"{path}: the file is missing")
+    if path.suffix == ".safetensors":
+        return read_safetensors(path)
+    content = read_torch_file(path)
+    if not isinstance(content, dict) or not all(isinstance(value, FileTensor) for value in content.values()):
+        raise ValueError(f"{path}: it must hold tensors by name alone")
+    return content
+
+
+def _is_untied(saved: Mapping[str, Any], weights: Mapping[str, Readable]) -> bool:
+    """Whether the output projection has a matrix of its own."""
+    if not saved.get("tie_word_embeddings", True):
+        return True
+    if _OUTPUT in weights and not weights[_OUTPUT].read().equal(weights[_WORDS].read()):
+        raise ValueError(f"{_OUTPUT} is not {_WORDS}, although the config says that they are tied")
+    return False
+
+
+def _our_config(directory: Path, saved: Mapping[str, Any], told: Told, untied: bool) -> TransformerConfig:
+    path = directory / CONFIG
+    wrong = [f"{name} {saved[name]}" for name, value in _NOT_HERE.items() if saved.get(name, value) != value]
+    if wrong:
+        raise ValueError(f"{path}: {', '.join(wrong)}: ours cannot do that")
+    activation = saved.get("activation_function", "gelu_new")
+    if activation not in _ACTIVATIONS and told.activation is None:
+        raise ValueError(f"{path}: activation_function {activation!r}; known are {', '.join(_ACTIVATIONS)}")
+    try:
+        values = {
+            "num_layers": saved["n_layer"],
+            "hidden_size": saved["n_embd"],
+            "num_attention_heads": saved["n_head"],
+            "max_position_embeddings": saved["n_positions"],
+            "ffn_hidden_size": saved.get("n_inner"),
+            "layernorm_epsilon": saved.get("layer_norm_epsilon", 1e-5),
+            "init_method_std": saved.get("initializer_range", 0.02),
+            "attention_dropout": saved.get("attn_pdrop", 0.1),
+            "hidden_dropout": saved.get("resid_pdrop", 0.1),
+            "activation": told.activation or _ACTIVATIONS[activation],
+            "untie_embeddings_and_output_weights": untied,
+        }
+        return own_defaults(make_section(TransformerConfig, values))
+    except KeyError as error:
+        raise ValueError(f"{path}: there is no entry {error}") from None
+    except TypeError as error:
+        raise ValueError(f"{path}: an entry is of the wrong kind ({error})") from error
+
+
+def to_hugging_face(transfer: Transfer, directory: Path, special: Mapping[str, int | None]) -> None:
+    """Write `config.json` and `model.safetensors` of a GPT-2 with these weights; `special` are ids for the config.
+
+    Raises ValueError where a GPT-2 of theirs cannot be that model.
+    """
+    config = transfer.config
+    if config.projection_size != config.hidden_size or config.norm_position != "pre":
+        raise ValueError(
+            f"--kv-channels {config.head_size} and --norm-position {config.norm_position}: a GPT-2 of Hugging Face has "
+            f"heads of hidden size over heads, and pre"
+        )
+    rows = Rows(ORDER, config.head_size, transfer.vocab_size)
+    tensors = export_all(hugging_face_entries(config), transfer.weights, rows)
+    if any((directory / name).exists() for name in (CONFIG, WEIGHTS)):
+        raise ValueError(f"--save {directory}: there is a model in it already")
+    directory.mkdir(parents=True, exist_ok=True)
+    write_safetensors(directory / WEIGHTS, tensors)
+    with atomic_write(directory / CONFIG) as stream:
+        json.dump(_their_config(transfer, special), stream, indent=2)
+
+
+def _their_config(transfer: Transfer, special: Mapping[str, int | None]) -> dict[str, Any]:
+    config = transfer.config
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": {"gelu_tanh": "gelu_new", "gelu_erf": "gelu"}[config.activation],
+        "attn_pdrop": config.attention_dropout,
+        "embd_pdrop": config.hidden_dropout,
+        "resid_pdrop": config.hidden_dropout,
+        "initializer_range": config.init_method_std,
+        "layer_norm_epsilon": config.layernorm_epsilon,
+        "n_embd": config.hidden_size,
+        "n_head": config.num_attention_heads,
+        "n_inner": config.ffn_hidden_size,
+        "n_layer": config.num_layers,
+        "n_positions": config.max_position_embeddings,
+        "n_ctx": config.max_position_embeddings,
+        "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+        "torch_dtype": dtype_name(transfer.dtype),
+        "vocab_size": transfer.vocab_size,
+        **special,
+    }

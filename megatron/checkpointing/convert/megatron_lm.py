@@ -1,0 +1,170 @@
+"""From a classic checkpoint of Megatron-LM to a `Transfer`: what its flags say, weights, optimizer and progress."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.base.compose import make_section
+from megatron.base.config import Config
+from megatron.checkpointing.convert.classic import WORDS, ClassicCheckpoint, layer_count, open_classic
+from megatron.checkpointing.convert.classic_optimizer import ClassicOptimizer, read_optimizer
+from megatron.checkpointing.convert.deferred import Readable
+from megatron.checkpointing.convert.gpt import classic_entries
+from megatron.checkpointing.convert.mapping import Rows, import_all
+from megatron.checkpointing.convert.transfer import OPTIMIZER, Transfer, table_of
+from megatron.model import TransformerConfig
+
+# Sections of a run's config that say how it was laid out, stored or logged, which does not matter any more.
+_LEFT_BEHIND = ("distributed", "pipeline", "recompute", "checkpoint", "logging", "tokenizer", "model")
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """What the user adds to what a source says of itself; None for nothing.
+
+    Attributes:
+        vocab_size: real tokens.
+        tokenizer_size: those that the tokenizer has, where `vocab_size` is not told.
+        num_attention_heads, activation: of the model.
+        step: which iteration; the newest by default.
+        optimizer: whether its state is wanted.
+    """
+
+    vocab_size: int | None = None
+    tokenizer_size: int | None = None
+    num_attention_heads: int | None = None
+    activation: str | None = None
+    step: int | None = None
+    optimizer: bool = True
+
+
+def from_classic(directory: Path, told: Told, sections: Mapping[str, type[Config]]) -> Transfer:
+    """The GPT below `directory`. `sections` are those of a run's config, whose fields the saved flags may fill.
+
+    Raises ValueError where it is not whole, is of another kind, or holds what has no place here.
+    """
+    checkpoint = open_classic(directory, told.step)
+    notes: list[str] = []
+    weights = checkpoint.weights()
+    config = model_config(checkpoint, weights, told, notes)
+    rows = Rows(checkpoint.order, config.head_size, _vocab_size(checkpoint, weights, told))
+    entries = list(classic_entries(config))
+    tensors = import_all(entries, weights, rows)
+    optimizer = read_optimizer(checkpoint) if told.optimizer else None
+    table = table_of(entries, weights, rows)
+    if optimizer is not None:
+        for kind, pieces in sorted(optimizer.tensors.items()):
+            tensors |= import_all(entries, pieces, rows, f"{OPTIMIZER}{kind}.")
+            table.append(f"{len(pieces):3d} x {kind} of the optimizer, as the parameters -> {OPTIMIZER}{kind}.*")
+    progress = _progress(checkpoint, optimizer, notes)
+    return Transfer(
+        config,
+        rows.vocab_size,
+        tensors,
+        iteration=checkpoint.iteration,
+        progress=progress,
+        optimizer=None if optimizer is None else optimizer.state,
+        sections={**saved_sections(checkpoint.args, sections), "model": dataclasses.asdict(config)},
+        table=table,
+        notes=notes,
+    )
+
+
+def _vocab_size(checkpoint: ClassicCheckpoint, weights: Mapping[str, list[Readable]], told: Told) -> int:
+    size = told.vocab_size or told.tokenizer_size
+    if size is not None:
+        return size
+    padded = sum(piece.shape[0] for piece in weights.get(WORDS, []))
+    raise ValueError(
+        f"{checkpoint.folder}: the vocabulary is padded to {padded}, and the checkpoint does not say how many tokens "
+        "are real: give its tokenizer (--vocab-file and --merge-file, or --tokenizer-model) or --vocab-size"
+    )
+
+
+def model_config(
+    checkpoint: ClassicCheckpoint, weights: Mapping[str, list[Readable]], told: Told, notes: list[str]
+) -> TransformerConfig:
+    """The model by the saved flags and, where an old program did not save them, by the shapes of its tensors."""
+    args = checkpoint.args
+    if args.get("apply_residual_connection_post_layernorm"):
+        raise ValueError(f"{checkpoint.folder}: --apply-residual-connection-post-layernorm is not known here")
+    shapes = {name: pieces[0].shape for name, pieces in weights.items()}
+    layer = "encoder.layers.0.mlp.dense_h_to_4h.weight"
+    if not {WORDS, "embedding.position_embeddings.weight", layer} <= shapes.keys():
+        raise ValueError(f"{checkpoint.folder}: it is no transformer with learned positions")
+    hidden, heads = shapes[WORDS][1], told.num_attention_heads or args.get("num_attention_heads")
+    if heads is None:
+        raise ValueError(f"{checkpoint.folder}: it does not say its --num-attention-heads: give that flag")
+    values = {
+        "num_layers": sum(layer_count(checkpoint.files[p, 0].chunks[c]) for p, c in checkpoint.stages()),
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "max_position_embeddings": shapes["embedding.position_embeddings.weight"][0],
+        "ffn_hidden_size": sum(piece.shape[0] for piece in weights[layer]),
+        "activation": told.activation or _activation(args, notes),
+        "untie_embeddings_and_output_weights": "output_layer.weight" in weights,
+    }
+    same = ("kv_channels", "layernorm_epsilon", "attention_dropout", "hidden_dropout", "init_method_std")
+    values |= {name: args[name] for name in (*same, "make_vocab_size_divisible_by") if args.get(name) is not None}
+    return own_defaults(make_section(TransformerConfig, values))
+
+
+def own_defaults(config: TransformerConfig) -> TransformerConfig:
+    """The same with nothing said that follows from the rest."""
+    ffn = None if config.ffn_size == 4 * config.hidden_size else config.ffn_size
+    head = None if config.projection_size == config.hidden_size else config.head_size
+    return dataclasses.replace(config, ffn_hidden_size=ffn, kv_channels=head)
+
+
+def _activation(args: Mapping[str, Any], notes: list[str]) -> str:
+    """GELU by its tanh approximation in the fused kernel and in OpenAI's form, else exact."""
+    names = ("bias_gelu_fusion", "openai_gelu")
+    if not any(name in args for name in names):
+        notes.append("it does not say which GELU it was trained with: taken for gelu_tanh, else give --activation")
+        return "gelu_tanh"
+    return "gelu_tanh" if any(args.get(name) for name in names) else "gelu_erf"
+
+
+def _progress(checkpoint: ClassicCheckpoint, optimizer: ClassicOptimizer | None, notes: list[str]) -> dict[str, int]:
+    """How far the run had come. Samples are counted by old programs in iterations of one size."""
+    args = checkpoint.args
+    batch = args.get("global_batch_size") or 0
+    consumed = args.get("consumed_train_samples")
+    if consumed is None:
+        consumed = checkpoint.iteration * batch
+        notes.append(f"it does not say how many samples it has consumed: taken for {consumed}")
+    schedule = checkpoint.record.get("lr_scheduler")
+    scheduled = schedule.get("num_steps") if isinstance(schedule, dict) else None
+    steps = optimizer.state["step_count"] if optimizer is not None else checkpoint.iteration
+    return {
+        "iteration": checkpoint.iteration,
+        "consumed_samples": int(consumed),
+        "scheduled_samples": int(consumed if scheduled is None else scheduled),
+        "skipped_iterations": max(checkpoint.iteration - steps, 0),
+    }
+
+
+def saved_sections(args: Mapping[str, Any], sections: Mapping[str, type[Config]]) -> dict[str, dict[str, Any]]:
+    """The saved flags that are fields of the sections, by section, without those that do not matter any more."""
+    found = {
+        name: {field.name: args[field.name] for field in dataclasses.fields(kind) if _is_plain(args.get(field.name))}
+        for name, kind in sections.items()
+        if name not in _LEFT_BEHIND
+    }
+    if "params_dtype" in found.get("precision", {}):
+        found["precision"]["params_dtype"] = "float32"  # theirs is that of the weights, which fp16 and bf16 say here
+    if args and "training" in found:
+        found["training"]["loss_normalization"] = "microbatch"
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if value is None:
+        return False
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True

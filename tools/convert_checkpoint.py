@@ -1,0 +1,225 @@
+"""Convert checkpoints: `convert_checkpoint.py --from hf|megatron|native --to native|hf --load DIR --save DIR`.
+
+`hf` is a folder of Hugging Face's with a GPT-2, `megatron` one of Megatron-LM's classic checkpoints, at any numbers of
+tensor and pipeline ranks, `native` one of this library, which a run at any layout can load. It says what has become of
+each tensor, and refuses to leave any out. Nothing in a file that is read is run.
+"""
+
+import dataclasses
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.base.complaints import raise_joined
+from megatron.base.compose import ComposedConfig, make_section, section_types
+from megatron.base.config import Config, choice_problems, flag, flag_name, minimum_problems
+from megatron.checkpointing.convert import (
+    Told,
+    Transfer,
+    classic_gpt,
+    from_classic,
+    from_hugging_face,
+    from_native,
+    hugging_face_gpt,
+    native_logits,
+    to_hugging_face,
+    to_native,
+)
+from megatron.tokenizer import TokenizerConfig, build_tokenizer
+from megatron.tokenizer.folders import copied_files, describe_for_hugging_face, find_tokenizer, special_ids
+from megatron.training.arguments import parse_composed
+from megatron.training.config import RunConfig
+from megatron.training.failure import print_problems
+
+# How far the largest difference of logits may be from the largest logit: float32, in another order of additions.
+TOLERANCE = 1e-4
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertConfig(Config):
+    """What is read and written."""
+
+    from_format: str = flag(
+        dataclasses.MISSING, "what --load holds", choices=("hf", "megatron", "native"), aliases=["from"]
+    )
+    to_format: str = flag(dataclasses.MISSING, "what --save gets", choices=("native", "hf"), aliases=["to"])
+    load: str = flag(dataclasses.MISSING, "folder of the source; of checkpoints the newest is taken")
+    save: str = flag(dataclasses.MISSING, "folder of the result, without a checkpoint or model in it so far")
+    ckpt_step: int | None = flag(None, "take the checkpoint of this iteration")
+    no_load_optim: bool = flag(False, "take the weights alone, not the optimizer's state")
+    dtype: str | None = flag(
+        None, "number format of the result's weights; as they are by default", choices=tuple(_DTYPES)
+    )
+    check: bool = flag(False, "compare the logits of source and result on random ids, in float32")
+    num_attention_heads: int | None = flag(None, "heads of a model whose checkpoint does not say it")
+    activation: str | None = flag(
+        None, "GELU of a model whose checkpoint does not say it", choices=("gelu_tanh", "gelu_erf")
+    )
+    vocab_size: int | None = flag(
+        None, "number of real tokens; the tokenizer's by default, rows after them are left out"
+    )
+    tokenizer_type: str | None = flag(None, "type of the tokenizer, where its files do not tell")
+    vocab_file: str | None = flag(None, "vocab.json of the tokenizer; a source of Hugging Face's may have its own")
+    merge_file: str | None = flag(None, "merges.txt of the tokenizer")
+    tokenizer_model: str | None = flag(None, "tokenizer.json or SentencePiece model of the tokenizer")
+
+    def problems(self) -> list[str]:
+        given = [name for name in ("dtype", "activation") if getattr(self, name) is None]
+        found = [p for p in choice_problems(self) if not any(p.startswith(flag_name(name)) for name in given)]
+        found += minimum_problems(self, 1, "num_attention_heads", "vocab_size")
+        return found + minimum_problems(self, 0, "ckpt_step")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request(ComposedConfig):
+    """Convert a checkpoint."""
+
+    convert: ConvertConfig
+
+
+def convert(asked: ConvertConfig) -> None:
+    """Do it, and say what was done. Raises ValueError or OSError for what is wrong with the source or the target."""
+    tokenizer = _tokenizer(asked)
+    size = None if tokenizer is None else build_tokenizer(tokenizer).vocab_size
+    transfer = _read(
+        asked,
+        Told(
+            asked.vocab_size,
+            size,
+            asked.num_attention_heads,
+            asked.activation,
+            asked.ckpt_step,
+            not asked.no_load_optim,
+        ),
+    )
+    if asked.dtype is not None:
+        transfer = transfer.in_dtype(_DTYPES[asked.dtype])
+    transfer.check()
+    if tokenizer is None:
+        tokenizer = TokenizerConfig("NullTokenizer", vocab_size=transfer.vocab_size)
+    print(*transfer.table, *transfer.notes, sep="\n")
+    if asked.to_format == "hf":
+        _write_hugging_face(asked, transfer, tokenizer)
+    else:
+        _write_native(asked, transfer, tokenizer)
+    if asked.check:
+        _check(asked, transfer)
+
+
+def _read(asked: ConvertConfig, told: Told) -> Transfer:
+    directory = Path(asked.load)
+    if not directory.is_dir():
+        raise ValueError(f"--load {asked.load}: there is no such folder")
+    if asked.from_format == "megatron":
+        return from_classic(directory, told, section_types(RunConfig))
+    if asked.from_format == "hf":
+        return from_hugging_face(directory, told)
+    return from_native(directory, told.step, told.optimizer)
+
+
+def _tokenizer(asked: ConvertConfig) -> TokenizerConfig | None:
+    """The tokenizer that the flags name, else that of the source; None where there is none."""
+    given = {name: getattr(asked, name) for name in ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")}
+    named = {name: value for name, value in given.items() if value is not None}
+    config: TokenizerConfig | None = None
+    if named:
+        kind = "GPT2BPETokenizer" if asked.tokenizer_model is None else "HuggingFaceTokenizer"
+        config = make_section(TokenizerConfig, {"tokenizer_type": kind, **named, "vocab_size": asked.vocab_size})
+    elif asked.from_format == "hf":
+        config = find_tokenizer(Path(asked.load))
+    elif asked.from_format == "native":
+        stored = from_native(Path(asked.load), asked.ckpt_step).sections.get("tokenizer")
+        config = None if stored is None else make_section(TokenizerConfig, stored)
+    if config is not None:
+        raise_joined(config.input_problems())
+    return config
+
+
+def _write_hugging_face(asked: ConvertConfig, transfer: Transfer, tokenizer: TokenizerConfig) -> None:
+    built = build_tokenizer(tokenizer)
+    to_hugging_face(transfer, Path(asked.save), special_ids(built))
+    if transfer.optimizer is not None:
+        print("the optimizer's state is left out, there is no place for it")
+    for line in describe_for_hugging_face(tokenizer, Path(asked.save), transfer.config.max_position_embeddings):
+        print(line)
+    print(f"saved to {asked.save}")
+
+
+def _write_native(asked: ConvertConfig, transfer: Transfer, tokenizer: TokenizerConfig) -> None:
+    kept = copied_files(tokenizer, Path(asked.save).absolute() / "tokenizer")
+    sections: dict[str, Mapping[str, Any]] = {**transfer.sections, "tokenizer": dataclasses.asdict(kept)}
+    sections["precision"] = {**sections.get("precision", {}), **_format(transfer.dtype)}
+    folder = to_native(dataclasses.replace(transfer, sections=sections), Path(asked.save), asked.from_format)
+    print(f"saved to {folder}; flags for pretrain_gpt.py:")
+    needed = ("model", "tokenizer", "precision")
+    words = [word for name in needed for word in flag_words(name, sections.get(name, {}))]
+    goes_on = transfer.optimizer is not None
+    print(" ", shlex.join([*words, "--load", asked.save, *([] if goes_on else ["--finetune"])]))
+    rest = [word for name, values in sections.items() if name not in needed for word in flag_words(name, values)]
+    if goes_on and rest:
+        print("and to go on as it was trained, with --data-path and batch sizes as they are now:")
+        print(" ", shlex.join(rest))
+
+
+def _format(dtype: torch.dtype) -> dict[str, Any]:
+    """The fields of a run's config that ask for weights in `dtype`."""
+    full = "float64" if dtype == torch.float64 else "float32"
+    return {"fp16": dtype == torch.float16, "bf16": dtype == torch.bfloat16, "params_dtype": full}
+
+
+def flag_words(section: str, values: Mapping[str, Any]) -> list[str]:
+    """The command line for those values of a section of a run's config that are not its defaults."""
+    words: list[str] = []
+    for field in dataclasses.fields(section_types(RunConfig)[section]):
+        value = values.get(field.name)
+        if value is None or value == field.default:
+            continue
+        name = flag_name(field.name)
+        if isinstance(value, bool):
+            words.append(name if value else "--no-" + name.removeprefix("--"))
+        else:
+            words += [name, *map(str, value if isinstance(value, list | tuple) else [value])]
+    return words
+
+
+def _check(asked: ConvertConfig, transfer: Transfer) -> None:
+    """Raise ValueError where source and result do not compute the same."""
+    length = min(transfer.config.max_position_embeddings, 64)
+    tokens = torch.randint(transfer.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+    source = _logits(asked.from_format, asked.load, asked.ckpt_step, transfer, tokens)
+    result = _logits(asked.to_format, asked.save, None, transfer, tokens)
+    off, scale = (source - result).abs().max().item(), source.abs().max().item()
+    words = f"logits of source and result on {tokens.numel()} random ids differ by {off:.3g} at most, the largest is "
+    words += f"{scale:.3g}; accepted is {TOLERANCE:g} of it"
+    if not off <= TOLERANCE * scale:
+        raise ValueError(f"--check: {words}")
+    print(words)
+
+
+def _logits(kind: str, directory: str, step: int | None, transfer: Transfer, tokens: torch.Tensor) -> torch.Tensor:
+    """Of the real tokens, in float32, by our model or for a foreign format by its plain reference."""
+    path = Path(directory)
+    if kind == "native":
+        return native_logits(path, tokens, step)
+    config = transfer.config
+    model = classic_gpt(path, config, step) if kind == "megatron" else hugging_face_gpt(path, config)
+    return model.logits(tokens)[..., : transfer.vocab_size]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read the flags and convert; returns 0, or 2 for what is wrong."""
+    try:
+        convert(parse_composed(Request, argv, prog="convert_checkpoint.py").convert)
+    except (ValueError, OSError) as error:
+        print_problems(error)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
