@@ -28,6 +28,7 @@ setup(
         "sentencex>=1.0",
         "backports.zstd>=1.0; python_version < '3.14'",
         "tqdm>=4.66",
+        "zlib-ng>=0.5; platform_machine in 'x86_64 aarch64 AMD64 arm64'",
     ],
     extras_require={
         "parquet": ["pyarrow>=15"],

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from megatron.base.files import atomic_write, fsync_directory
+from megatron.checkpointing.errors import DamageError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 INDEX = "index.json"
@@ -33,14 +34,14 @@ def _old_folder(directory: Path, iteration: int) -> Path:
 
 
 def tracked_iteration(directory: Path) -> int | None:
-    """The iteration that the tracker names, None where there is no tracker; ValueError where it names none."""
+    """The iteration that the tracker names, None where there is no tracker; `DamageError` where it names none."""
     path = directory / TRACKER
     try:
         text = path.read_bytes().strip()
     except FileNotFoundError:
         return None
     if not text.isdigit() or len(text) > 18:
-        raise ValueError(f"{path}: it must hold the number of an iteration, and holds {text[:40]!r}")
+        raise DamageError(f"{path}: it must hold the number of an iteration, and holds {text[:40]!r}")
     return int(text)
 
 
@@ -53,7 +54,7 @@ def saved_iterations(directory: Path) -> list[int]:
 
 
 def whole_folder(directory: Path, iteration: int) -> Path:
-    """The folder of an iteration's checkpoint. Raises ValueError where there is none.
+    """The folder of an iteration's checkpoint. Raises `DamageError` where there is none.
 
     A save that was killed in the moment of replacing a checkpoint has left the earlier one under another name: then
     that is it.
@@ -64,7 +65,7 @@ def whole_folder(directory: Path, iteration: int) -> Path:
     folder = iteration_folder(directory, iteration)
     what = f"there is no {INDEX} in it" if folder.is_dir() else "there is no such folder"
     found = ", ".join(map(str, saved_iterations(directory))) or "none"
-    raise ValueError(f"{folder}: {what}; iterations saved in {directory}: {found}")
+    raise DamageError(f"{folder}: {what}; iterations saved in {directory}: {found}")
 
 
 def leftovers(directory: Path) -> list[Path]:

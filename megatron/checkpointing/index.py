@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import re
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
 
 from megatron.base.rectangles import Rectangle, cover_problem
+from megatron.checkpointing.checksum import crc32
+from megatron.checkpointing.errors import DamageError
 
 FORMAT = "megatron-checkpoint"
 VERSION = 1
@@ -137,11 +138,11 @@ class Contents:
             yield from own.values()
 
     def check_cover(self) -> None:
-        """Raise ValueError naming the first tensor that its pieces do not cover exactly once."""
+        """Raise `DamageError` naming the first tensor that its pieces do not cover exactly once."""
         for tensor in self.all_tensors():
             problem = tensor.cover_problem()
             if problem is not None:
-                raise ValueError(f"tensor {tensor.name}: {problem}")
+                raise DamageError(f"tensor {tensor.name}: {problem}")
 
 
 def rank_name(rank: int, name: str) -> str:
@@ -219,7 +220,7 @@ class Index:
 
 
 def _checksum(body: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+    return crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
 
 
 def _text(value: Any, expand: int) -> str:

@@ -4,8 +4,7 @@ import dataclasses
 import json
 import logging
 import os
-import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.base.rectangles import Rectangle
+from megatron.checkpointing.checksum import crc32
+from megatron.checkpointing.errors import DamageError, unreadable_is_damage
 from megatron.checkpointing.folders import INDEX, STATE, TRACKER, leftovers, tracked_iteration, whole_folder
 from megatron.checkpointing.index import Index, StoredTensor, dtype_name, dtype_of
 from megatron.checkpointing.placed import Place, Placed, held_rectangles
@@ -59,6 +60,7 @@ def load_checkpoint(
     layout: Mapping[str, Any],
     iteration: int | None = None,
     skip: Collection[str] = (),
+    check: Callable[[dict[str, Any]], None] = lambda state: None,
     world_size: int = 1,
     group: ProcessGroup | None = None,
 ) -> LoadedState:
@@ -73,16 +75,18 @@ def load_checkpoint(
         layout: the present parallel layout.
         iteration: which checkpoint; the one that the tracker names by default.
         skip: beginnings of names that are left unread, such as "optimizer."; the same on all ranks.
+        check: called with the plain values before any tensor is read; raises ValueError where they do not fit.
         world_size, group: ranks that load together. With more than one they agree on what they see, what they want and
             how it went: four small all-reduces, the largest of a byte for each stored tensor.
 
-    Raises ValueError naming the file or tensor, and on every rank that agrees, where there is no checkpoint, the
-    tracker, index or state is broken or not the same on all ranks, the folder was given another number, a file is
-    missing, cut or does not match its checksums, or the stored tensors are not the wanted ones in name, shape and
-    dtype, or do not cover each of them exactly once; then no tensor was touched, unless it was for a checksum. Only
-    blocks that hold wanted values are read and verified. Nothing that is read can run code.
+    Raises `DamageError`, a ValueError, naming the file or tensor, and on every rank that agrees, where the checkpoint
+    or its folder is missing or was given another number, the tracker, index or state is broken, a file is missing, cut
+    or does not match its checksums, or the stored tensors are not covered exactly once. Raises plain ValueError where
+    there is no tracker, the index is not the same on all ranks, or the stored tensors are not the wanted ones in name,
+    shape and dtype. Then no tensor was touched, unless it was for a checksum. Only blocks that hold wanted values are
+    read and verified. Nothing that is read can run code.
     """
-    team = Team(rank, world_size, group, ValueError)
+    team = Team(rank, world_size, group, ValueError, DamageError)
     with team.step():
         root = Path(directory)
         folder, number = _find(root, iteration)
@@ -90,6 +94,7 @@ def load_checkpoint(
             _report_leftovers(root, folder)
         index, checksum = _read_index(folder, number)
         state = _read_state(folder, index)
+        check(state)
         _check_files(folder, index)
         stored = {name: t for name, t in index.contents.tensors.items() if not name.startswith(tuple(skip))}
         _check_wanted(folder, stored, tensors)
@@ -97,8 +102,7 @@ def load_checkpoint(
     _check_nothing_is_left(team, folder, checksum, stored, tensors)
     with team.step():
         with PieceReader(folder, index.block_bytes) as reader, torch.no_grad():
-            for name, (tensor, place) in tensors.items():
-                _fill(reader, stored[name], tensor, place)
+            reader.read([(stored[name], _targets(tensor, place)) for name, (tensor, place) in tensors.items()])
             same_layout = json.loads(to_json(layout)) == index.layout
             own = _read_own(reader, folder, index, rank) if same_layout else None
         return LoadedState(index.iteration, state, dict(index.layout), own)
@@ -126,31 +130,33 @@ def _report_leftovers(directory: Path, loaded: Path) -> None:
 def _read_index(folder: Path, iteration: int) -> tuple[Index, int]:
     """The index, and the CRC-32 of its file."""
     path = folder / INDEX
-    content = path.read_bytes()
+    with unreadable_is_damage(path):
+        content = path.read_bytes()
     try:
         index = Index.from_json(content)
     except ValueError as error:
-        raise ValueError(f"{path}: the index is broken: {error}") from error
+        raise DamageError(f"{path}: the index is broken: {error}") from error
     if index.iteration != iteration:
-        raise ValueError(
+        raise DamageError(
             f"{path}: it is of iteration {index.iteration}, and the folder's name says {iteration}: they must be one"
         )
-    return index, zlib.crc32(content)
+    return index, crc32(content)
 
 
 def _read_state(folder: Path, index: Index) -> dict[str, Any]:
     path = folder / STATE
     if not path.is_file():
-        raise ValueError(f"{path}: the file is missing")
-    content = path.read_bytes()
-    if zlib.crc32(content) != index.state_checksum:
-        raise ValueError(f"{path}: it does not match its checksum")
+        raise DamageError(f"{path}: the file is missing")
+    with unreadable_is_damage(path):
+        content = path.read_bytes()
+    if crc32(content) != index.state_checksum:
+        raise DamageError(f"{path}: it does not match its checksum")
     try:
         state = from_json(content)
     except ValueError as error:
-        raise ValueError(f"{path}: it cannot be read: {error}") from error
+        raise DamageError(f"{path}: it cannot be read: {error}") from error
     if not isinstance(state, dict):
-        raise ValueError(f"{path}: it must be a JSON object, and is a {type(state).__name__}")
+        raise DamageError(f"{path}: it must be a JSON object, and is a {type(state).__name__}")
     return state
 
 
@@ -158,9 +164,9 @@ def _check_files(folder: Path, index: Index) -> None:
     for name, size in index.contents.files.items():
         path = folder / name
         if not path.is_file():
-            raise ValueError(f"{path}: the file is missing")
+            raise DamageError(f"{path}: the file is missing")
         if path.stat().st_size != size:
-            raise ValueError(f"{path}: it has {path.stat().st_size} bytes, {size} were written")
+            raise DamageError(f"{path}: it has {path.stat().st_size} bytes, {size} were written")
 
 
 def _check_wanted(folder: Path, stored: Mapping[str, StoredTensor], tensors: Placed) -> None:
@@ -196,18 +202,19 @@ def _check_kind(folder: Path, stored: StoredTensor, tensor: Tensor, place: Place
         )
 
 
-def _fill(reader: PieceReader, stored: StoredTensor, tensor: Tensor, place: Place) -> None:
+def _targets(tensor: Tensor, place: Place) -> list[tuple[Rectangle, Tensor]]:
+    """Where in `tensor` which part of the global tensor is wanted; what is in no part becomes zero."""
     targets = held_rectangles(tensor, place)
     if sum(rectangle.size for rectangle, _ in targets) < tensor.numel():
         tensor.detach().zero_()
-    reader.read(stored, targets)
+    return targets
 
 
 def _read_own(reader: PieceReader, folder: Path, index: Index, rank: int) -> dict[str, Tensor]:
     if rank not in index.contents.rank_tensors:
-        raise ValueError(f"{folder / INDEX}: it does not have rank {rank}, although the layout is the same")
+        raise DamageError(f"{folder / INDEX}: it does not have rank {rank}, although the layout is the same")
     own = {}
     for name, stored in index.contents.rank_tensors[rank].items():
         own[name] = torch.empty(stored.shape, dtype=dtype_of(stored.dtype))
-        reader.read(stored, [(Rectangle((0,) * len(stored.shape), stored.shape), own[name])])
+        reader.read([(stored, [(Rectangle((0,) * len(stored.shape), stored.shape), own[name])])])
     return own

@@ -1,11 +1,12 @@
 """Reads pieces from safetensors files, only the blocks that are needed, each verified against its checksum."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,15 +14,25 @@ import torch
 from torch import Tensor
 
 from megatron.base.rectangles import Rectangle, intersection, rectangles_of_range
+from megatron.checkpointing.checksum import CHUNK_BYTES, crc32
+from megatron.checkpointing.errors import DamageError, unreadable_is_damage
 from megatron.checkpointing.index import SAFETENSORS_NAMES, StoredPiece, StoredTensor, dtype_of
 
 _LARGEST_HEADER = 100_000_000
+# Threads that read: as many as PyTorch would copy with, but while one waits for the disk another has something to do.
+_LEAST_THREADS, _MOST_THREADS = 2, 8
+
+
+# A stored tensor, and where its values are wanted: rectangles of it, and tensors of their shapes.
+Request = tuple[StoredTensor, Sequence[tuple[Rectangle, Tensor]]]
 
 
 class PieceReader:
-    """The files of one checkpoint folder. Context manager; keeps files open and one block of bytes in memory.
+    """The files of one checkpoint folder. Context manager; keeps files open and, for each thread, a chunk of bytes.
 
-    Raises ValueError, naming the file and the tensor, where a file is not what the index says.
+    Values go straight from the file to where they are wanted if that is contiguous memory of the CPU, so that a target
+    may hold damaged values after an error. Raises `DamageError`, naming the file and the tensor, where a file is not
+    what the index says.
     """
 
     def __init__(self, folder: Path, block_bytes: int) -> None:
@@ -29,7 +40,6 @@ class PieceReader:
         self._block_bytes = block_bytes
         self._files: dict[str, _PieceFile] = {}
         self._stack = contextlib.ExitStack()
-        self._buffer = bytearray()
 
     def __enter__(self) -> Self:
         return self
@@ -37,37 +47,76 @@ class PieceReader:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def read(self, tensor: StoredTensor, targets: Sequence[tuple[Rectangle, Tensor]]) -> None:
-        """Copy the stored values of a tensor into `targets`: rectangles of it, and tensors of their shapes."""
-        for piece in tensor.pieces:
-            touched = [(r, values) for r, values in targets if intersection(r, piece.rectangle) is not None]
-            if touched:
-                self._read_piece(tensor, piece, touched)
+    def read(self, requests: Iterable[Request]) -> None:
+        """Copy stored values to where they are wanted. The blocks are shared among a few threads."""
+        pool = ThreadPoolExecutor(max(_LEAST_THREADS, min(torch.get_num_threads(), _MOST_THREADS)), "checkpoint-reader")
+        try:
+            for done in [pool.submit(block.read) for block in self._blocks(requests)]:
+                done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
-    def _read_piece(
+    def _blocks(self, requests: Iterable[Request]) -> Iterator["_Block"]:
+        """The stored blocks that hold something wanted."""
+        for tensor, targets in requests:
+            for piece in tensor.pieces:
+                touched = [(r, values) for r, values in targets if intersection(r, piece.rectangle) is not None]
+                if touched:
+                    yield from self._blocks_of(tensor, piece, touched)
+
+    def _blocks_of(
         self, tensor: StoredTensor, piece: StoredPiece, targets: Sequence[tuple[Rectangle, Tensor]]
-    ) -> None:
+    ) -> Iterator["_Block"]:
         file = self._open(piece.file)
         dtype = dtype_of(tensor.dtype)
         begin = file.begin(tensor, piece, self._block_bytes)
         step = self._block_bytes // dtype.itemsize
         for number, checksum in enumerate(piece.checksums):
             first = number * step
-            last = min(first + step, piece.rectangle.size)
-            parts = _parts(piece.rectangle, first, last)
-            if not any(intersection(part, r) for part in parts for r, _ in targets):
-                continue
-            size = (last - first) * dtype.itemsize
-            if len(self._buffer) < size:
-                self._buffer = bytearray(size)
-            if not file.read(begin + first * dtype.itemsize, memoryview(self._buffer)[:size], checksum):
-                raise ValueError(f"{file.path}: tensor {tensor.name} does not match its checksum (block {number})")
-            _scatter(torch.frombuffer(self._buffer, dtype=dtype, count=last - first), parts, targets)
+            parts = _parts(piece.rectangle, first, min(first + step, piece.rectangle.size))
+            if any(intersection(part, r) for part in parts for r, _ in targets):
+                words = f"tensor {tensor.name} does not match its checksum (block {number})"
+                yield _Block(file, begin + first * dtype.itemsize, dtype, parts, targets, checksum, words)
 
     def _open(self, name: str) -> "_PieceFile":
         if name not in self._files:
             self._files[name] = self._stack.enter_context(_PieceFile(self._folder / name))
         return self._files[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """A block at byte `begin` of a file: `parts` of a tensor one after another, wanted by `targets`."""
+
+    file: "_PieceFile"
+    begin: int
+    dtype: torch.dtype
+    parts: Sequence[Rectangle]
+    targets: Sequence[tuple[Rectangle, Tensor]]
+    checksum: int
+    complaint: str
+
+    def read(self) -> None:
+        """Copy it to where it is wanted. Raises `DamageError` with the complaint where it is not what was saved."""
+        position, checksum = self.begin, 0
+        for part in self.parts:
+            checksum = self._read_part(part, position, checksum)
+            position += part.size * self.dtype.itemsize
+        if checksum != self.checksum:
+            raise DamageError(f"{self.file.path}: {self.complaint}")
+
+    def _read_part(self, part: Rectangle, position: int, checksum: int) -> int:
+        """Read the elements of `part` at byte `position`; returns `checksum` with theirs added."""
+        whole = _whole_target(part, self.targets)
+        if whole is not None:
+            return self.file.read(position, whole, checksum)
+        step = CHUNK_BYTES // self.dtype.itemsize
+        buffer = torch.empty(min(step, part.size), dtype=self.dtype)
+        for first in range(0, part.size, step):
+            values = buffer[: part.size - first]
+            checksum = self.file.read(position + first * self.dtype.itemsize, values.view(torch.uint8), checksum)
+            _scatter(values, _parts(part, first, first + len(values)), self.targets)
+        return checksum
 
 
 def _parts(piece: Rectangle, first: int, last: int) -> list[Rectangle]:
@@ -76,6 +125,19 @@ def _parts(piece: Rectangle, first: int, last: int) -> list[Rectangle]:
         Rectangle(tuple(o + p for o, p in zip(part.offset, piece.offset, strict=True)), part.shape)
         for part in rectangles_of_range(piece.shape, first, last)
     ]
+
+
+def _whole_target(part: Rectangle, targets: Sequence[tuple[Rectangle, Tensor]]) -> Tensor | None:
+    """The bytes, uint8 and 1-D, of the one target that wants all of `part` in contiguous memory; else None."""
+    wanting = [(r, target) for r, target in targets if intersection(part, r) is not None]
+    if len(wanting) != 1 or intersection(part, wanting[0][0]) != part:
+        return None
+    rectangle, target = wanting[0]
+    values = target[part.slices(rectangle.offset)]
+    if values.device.type != "cpu" or not values.is_contiguous():
+        return None
+    # Of a single element, as_strided gives the stride 1 that `view` of another size wants.
+    return values.as_strided((values.numel(),), (1,)).view(torch.uint8)
 
 
 def _scatter(block: Tensor, parts: Sequence[Rectangle], targets: Sequence[tuple[Rectangle, Tensor]]) -> None:
@@ -93,7 +155,7 @@ class _PieceFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, unreadable_is_damage(path):
             self._stream = stack.enter_context(open(path, "rb", buffering=0))
             self._entries, self._data_begin = self._read_header()
             self._stack = stack.pop_all()
@@ -107,13 +169,13 @@ class _PieceFile:
     def _read_header(self) -> tuple[Mapping[str, Any], int]:
         length = int.from_bytes(self._stream.read(8), "little")
         if length > min(_LARGEST_HEADER, os.fstat(self._stream.fileno()).st_size - 8):
-            raise ValueError(f"{self.path}: it is cut, or no safetensors file")
+            raise DamageError(f"{self.path}: it is cut, or no safetensors file")
         try:
             entries = json.loads(self._stream.read(length))
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{self.path}: its header cannot be read ({error})") from error
+            raise DamageError(f"{self.path}: its header cannot be read ({error})") from error
         if not isinstance(entries, dict):
-            raise ValueError(f"{self.path}: its header is not a JSON object")
+            raise DamageError(f"{self.path}: its header is not a JSON object")
         return entries, 8 + length
 
     def begin(self, tensor: StoredTensor, piece: StoredPiece, block_bytes: int) -> int:
@@ -130,18 +192,25 @@ class _PieceFile:
             "data_offsets": [start, start + size],
         }
         if start < 0 or self._entries[key] != expected:
-            raise ValueError(f"{self.path}: its header does not have {key} as the index describes it")
+            raise DamageError(f"{self.path}: its header does not have {key} as the index describes it")
         if len(piece.checksums) != math.ceil(size / block_bytes):
-            raise ValueError(f"{self.path}: the index does not have one checksum for each block of {key}")
+            raise DamageError(f"{self.path}: the index does not have one checksum for each block of {key}")
         return self._data_begin + start
 
-    def read(self, begin: int, target: memoryview, checksum: int) -> bool:
-        """Fill `target` with the bytes at `begin`; whether they match `checksum`."""
-        self._stream.seek(begin)
+    def read(self, position: int, target: Tensor, checksum: int) -> int:
+        """Fill `target`, uint8 and 1-D, with the bytes at `position`; returns `checksum` with theirs added."""
+        content = target.numpy().data
+        with unreadable_is_damage(self.path):
+            for begin in range(0, len(content), CHUNK_BYTES):
+                chunk = content[begin : begin + CHUNK_BYTES]
+                self._read_exactly(position + begin, chunk)
+                checksum = crc32(chunk, checksum)
+        return checksum
+
+    def _read_exactly(self, position: int, target: memoryview) -> None:
         filled = 0
         while filled < len(target):
-            count = self._stream.readinto(target[filled:])
+            count = os.preadv(self._stream.fileno(), [target[filled:]], position + filled)
             if not count:
-                raise ValueError(f"{self.path}: it ends before byte {begin + len(target)}")
+                raise DamageError(f"{self.path}: it ends before byte {position + len(target)}")
             filled += count
-        return zlib.crc32(target) == checksum

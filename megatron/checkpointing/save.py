@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from torch.distributed import ProcessGroup
 
 from megatron.base.files import fsync_directory
 from megatron.base.rectangles import Rectangle
+from megatron.checkpointing.checksum import crc32
+from megatron.checkpointing.errors import SaveError
 from megatron.checkpointing.folders import (
     INDEX,
     STATE,
@@ -39,10 +40,6 @@ from megatron.mpu.initialize import resolve_group
 
 # Bytes of a piece that share one checksum; also all that is held in memory beside the tensors themselves.
 BLOCK_BYTES = 64 * 2**20
-
-
-class SaveError(RuntimeError):
-    """A checkpoint could not be saved. The earlier ones and the tracker are as they were."""
 
 
 def save_checkpoint(
@@ -157,7 +154,7 @@ def _write_index(
     contents = merged(Contents.from_json(json.loads(part.read_text(encoding="utf-8"))) for part in parts)
     contents.check_cover()
     state_text = to_json(state).encode()
-    index = Index(iteration, json.loads(to_json(layout)), BLOCK_BYTES, zlib.crc32(state_text), contents)
+    index = Index(iteration, json.loads(to_json(layout)), BLOCK_BYTES, crc32(state_text), contents)
     _write_durably(folder / STATE, state_text)
     _write_durably(folder / INDEX, index.to_json().encode())
     for part in parts:

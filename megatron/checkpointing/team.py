@@ -14,30 +14,31 @@ class Team:
         rank: this rank's number in `group`.
         world_size: number of ranks; with 1 there are no collectives.
         group: their group, None for all ranks of the job.
-        error: the exception that all ranks raise when one of them fails.
+        errors: the exceptions that all ranks raise when one of them fails: the last of these types that its own is of,
+            the first for any other.
     """
 
-    def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None, error: type[Exception]) -> None:
+    def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None, *errors: type[Exception]) -> None:
         self._rank = rank
         self._world_size = world_size
         self._group = group
-        self._error = error
+        self._errors = errors
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Run the block on every rank and agree on how it went: one small all-reduce.
 
-        After an exception on some rank, every rank raises `error` with the message of the first that failed. Also a
-        barrier: nobody goes on before all are done.
+        After an exception on some rank, every rank raises one of `errors` with the message of the first that failed.
+        Also a barrier: nobody goes on before all are done.
         """
         failure: Exception | None = None
         try:
             yield
         except Exception as error:
             failure = error
-        message = self._first_failure(_words(failure))
-        if message is not None:
-            raise self._error(message) from failure
+        found = self._first_failure(None if failure is None else (self._kind(failure), _words(failure)))
+        if found is not None:
+            raise self._errors[found[0]](found[1]) from failure
 
     def union(self, flags: Sequence[bool]) -> list[bool]:
         """Which of `flags` are set on any rank; all must give equally many. One all-reduce of a byte for each."""
@@ -55,8 +56,12 @@ class Team:
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._group)
         return least.tolist() == [number, -number]
 
-    def _first_failure(self, mine: str | None) -> str | None:
-        """The message of the lowest rank that has one, with its number; None where no rank has one."""
+    def _kind(self, failure: Exception) -> int:
+        """Which of `errors` stands for it."""
+        return max((i for i, kind in enumerate(self._errors) if isinstance(failure, kind)), default=0)
+
+    def _first_failure(self, mine: tuple[int, str] | None) -> tuple[int, str] | None:
+        """Kind and message, with its number, of the lowest rank that has one; None where no rank has one."""
         if self._world_size == 1:
             return mine
         first = torch.tensor(self._world_size if mine is None else self._rank, device=self._device())
@@ -64,7 +69,8 @@ class Team:
         source = int(first.item())
         if source == self._world_size:
             return None
-        return f"rank {source}: {self._broadcast(mine or '', source)}"
+        kind, _, words = self._broadcast("" if mine is None else f"{mine[0]} {mine[1]}", source).partition(" ")
+        return int(kind), f"rank {source}: {words}"
 
     def _broadcast(self, text: str, source: int) -> str:
         """The text of rank `source`, as bytes: nothing that is received can run code."""
@@ -83,7 +89,5 @@ class Team:
         return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
-def _words(failure: Exception | None) -> str | None:
-    if failure is None or isinstance(failure, ValueError):
-        return None if failure is None else str(failure)
-    return f"{type(failure).__name__}: {failure}"
+def _words(failure: Exception) -> str:
+    return str(failure) if isinstance(failure, ValueError) else f"{type(failure).__name__}: {failure}"

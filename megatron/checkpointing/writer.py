@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -11,7 +10,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from megatron.base.rectangles import Rectangle
+from megatron.base.rectangles import Rectangle, rectangles_of_range
+from megatron.checkpointing.checksum import CHUNK_BYTES, crc32
 from megatron.checkpointing.index import SAFETENSORS_NAMES, StoredPiece, dtype_name
 
 
@@ -62,13 +62,26 @@ def _header(pieces: Sequence[NewPiece], file: str) -> bytes:
 
 def _blocks(values: Tensor, block_bytes: int) -> Iterator[Tensor]:
     """The values as bytes on the CPU, uint8 and 1-D, a block at a time."""
-    flat = values.detach().reshape(-1)
-    step = block_bytes // flat.element_size()
-    for begin in range(0, flat.numel(), step):
-        yield flat[begin : begin + step].cpu().view(torch.uint8)
+    values = values.detach()
+    step = block_bytes // values.element_size()
+    for begin in range(0, values.numel(), step):
+        block = _elements(values, begin, min(begin + step, values.numel()))
+        yield block.cpu().view(torch.uint8)
+
+
+def _elements(values: Tensor, begin: int, end: int) -> Tensor:
+    """Elements `begin` to `end` in row-major order, 1-D; only they are copied where `values` is not contiguous."""
+    if values.is_contiguous():
+        return values.as_strided((values.numel(),), (1,))[begin:end]
+    origin = (0,) * values.dim()
+    parts = rectangles_of_range(tuple(values.shape), begin, end)
+    return torch.cat([values[part.slices(origin)].reshape(-1) for part in parts])
 
 
 def _write_block(stream: IO[bytes], block: Tensor) -> int:
-    content = block.numpy().data
-    stream.write(content)
-    return zlib.crc32(content)
+    content, checksum = block.numpy().data, 0
+    for begin in range(0, len(content), CHUNK_BYTES):
+        chunk = content[begin : begin + CHUNK_BYTES]
+        checksum = crc32(chunk, checksum)
+        stream.write(chunk)
+    return checksum

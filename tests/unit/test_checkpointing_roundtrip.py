@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
-from megatron.checkpointing import load_checkpoint, read_state, save, save_checkpoint
+from megatron.checkpointing import load_checkpoint, read_state, reader, save, save_checkpoint, writer
+from megatron.checkpointing.checksum import crc32
 from megatron.mpu.sharding import Sharding
 
 LAYOUT = {"tensor": 1, "data": 1}
@@ -50,6 +51,8 @@ def test_every_bit_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block_bytes: int
 ) -> None:
     monkeypatch.setattr(save, "BLOCK_BYTES", block_bytes)
+    for module in (reader, writer):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 24)
     shapes = {"scalar": (), "empty": (0, 3), "vector": (17,), "matrix": (5, 7), "cube": (2, 3, 5)}
     tensors = {name: random_bits(shape, dtype) for name, shape in shapes.items()}
     tensors["transposed"] = random_bits((6, 4), dtype).t()
@@ -95,6 +98,12 @@ def test_saving_the_same_iteration_again_replaces_it(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == [folder.name, "latest_checkpointed_iteration.txt"]
 
 
+def test_the_checksum_is_that_of_zlib() -> None:
+    content = random_bits((3001,), torch.uint8).numpy().data
+    assert crc32(content) == zlib.crc32(content)
+    assert crc32(content[1000:], crc32(content[:1000])) == zlib.crc32(content)
+
+
 def test_parameters_are_filled_in_place(tmp_path: Path) -> None:
     source, target = (torch.nn.Parameter(torch.randn(4, 4)) for _ in range(2))
     save_alone(tmp_path, whole({"w": source}))
@@ -118,6 +127,7 @@ def test_names_to_skip_are_left_unread(tmp_path: Path) -> None:
     partitions=st.integers(1, 4),
     stride=st.integers(1, 2),
     block_bytes=st.sampled_from([8, 16, 40, 4096]),
+    chunk_bytes=st.sampled_from([8, 24, 4096]),
 )
 def test_any_part_of_a_tensor_can_be_loaded(
     tmp_path_factory: pytest.TempPathFactory,
@@ -126,6 +136,7 @@ def test_any_part_of_a_tensor_can_be_loaded(
     partitions: int,
     stride: int,
     block_bytes: int,
+    chunk_bytes: int,
 ) -> None:
     """Saved whole; each of several ranks loads its chunks, with padding at the end where it does not divide."""
     dim = data.draw(st.integers(0, len(shape) - 1))
@@ -133,17 +144,19 @@ def test_any_part_of_a_tensor_can_be_loaded(
     directory = tmp_path_factory.mktemp("any")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(save, "BLOCK_BYTES", block_bytes)
+        patch.setattr(reader, "CHUNK_BYTES", chunk_bytes)
+        patch.setattr(writer, "CHUNK_BYTES", chunk_bytes)
         save_alone(directory, whole({"w": tensor}))
-    chunk = -(-shape[dim] // (partitions * stride))
-    padded = torch.zeros([chunk * partitions * stride if i == dim else n for i, n in enumerate(shape)])
-    padded[tuple(slice(0, n) for n in shape)] = tensor
-    chunks = padded.split(chunk, dim)
-    for rank in range(partitions):
-        expected = torch.cat(chunks[rank::partitions], dim)
-        target = torch.full_like(expected, 7.0)
-        sharding = Sharding("w", shape, dim, rank * chunk, stride, partitions)
-        load_checkpoint(directory, {"w": (target, sharding)}, rank=rank, layout={"tensor": partitions})
-        assert torch.equal(target, expected)
+        chunk = -(-shape[dim] // (partitions * stride))
+        padded = torch.zeros([chunk * partitions * stride if i == dim else n for i, n in enumerate(shape)])
+        padded[tuple(slice(0, n) for n in shape)] = tensor
+        chunks = padded.split(chunk, dim)
+        for rank in range(partitions):
+            expected = torch.cat(chunks[rank::partitions], dim)
+            target = torch.full_like(expected, 7.0)
+            sharding = Sharding("w", shape, dim, rank * chunk, stride, partitions)
+            load_checkpoint(directory, {"w": (target, sharding)}, rank=rank, layout={"tensor": partitions})
+            assert torch.equal(target, expected)
 
 
 def test_only_blocks_that_are_wanted_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
