@@ -6,6 +6,7 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from megatron.mpu import parameter_shardings
@@ -54,9 +55,9 @@ def gradients_recorded(record: Record) -> Iterator[None]:
     """Inside the block every step of an optimizer first puts its gradients into `record`."""
     step = Optimizer.step
 
-    def recorded(optimizer: Optimizer, lr: float) -> StepResult:
+    def recorded(optimizer: Optimizer, *args: Any, **named: Any) -> StepResult:
         record.gradients.append(pieces_of(optimizer.placed_gradients()))
-        return step(optimizer, lr)
+        return step(optimizer, *args, **named)
 
     # No part of the library hands gradients out while it trains; they are watched from outside.
     with mock.patch.object(Optimizer, "step", recorded):
