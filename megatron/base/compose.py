@@ -21,6 +21,8 @@ class ComposedConfig:
 
     # Flags accepted and ignored, so that old scripts start: name without dashes, and VALUE where one follows -> why.
     ignored_flags: ClassVar[Mapping[str, str]] = {}
+    # Flags known from elsewhere, refused with the words that ask for the same here: name without dashes -> words.
+    renamed_flags: ClassVar[Mapping[str, str]] = {}
     # Flags that users know from elsewhere and that are refused with a sentence of their own: names without dashes.
     unsupported_flags: ClassVar[frozenset[str]] = frozenset()
 

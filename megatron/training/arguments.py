@@ -137,25 +137,26 @@ def nearest_flag(name: str, known: Sequence[str]) -> str | None:
 
 
 def unknown_flag_problems(
-    extras: Iterable[str], parser: argparse.ArgumentParser, unsupported: Collection[str] = ()
+    extras: Iterable[str], parser: argparse.ArgumentParser, composed: type[ComposedConfig]
 ) -> list[str]:
-    """A sentence for each argument that no flag took, with the nearest flag that there is.
-
-    `unsupported` are names (without dashes) of flags that users know from elsewhere and that do nothing here yet.
-    """
+    """A sentence for each argument that no flag took, with what `composed` knows of it or the nearest flag."""
     known = [option for action in parser._actions for option in action.option_strings if option != "--help"]
     problems: list[str] = []
     for extra in extras:
-        if not extra.startswith("-") and problems:
-            continue  # the value of an unknown flag, told already
-        name = extra.split("=")[0]
-        if name.lstrip("-").replace("_", "-") in unsupported:
-            problems.append(f"{name} is a flag of Megatron-LM for something that is not supported here")
-            continue
-        near = nearest_flag(name, known)
-        hint = f", the nearest is {near}" if near else ""
-        problems.append(f"{name} is not known{hint}; --help lists all flags")
+        if extra.startswith("-") or not problems:  # else it is the value of an unknown flag, told already
+            problems.append(_unknown_text(extra.split("=")[0], known, composed))
     return problems
+
+
+def _unknown_text(name: str, known: Sequence[str], composed: type[ComposedConfig]) -> str:
+    plain = name.lstrip("-").replace("_", "-")
+    if plain in composed.renamed_flags:
+        return f"{name} is not known; {composed.renamed_flags[plain]} asks for the same here"
+    if plain in composed.unsupported_flags:
+        return f"{name} is a flag of Megatron-LM for something that is not supported here"
+    near = nearest_flag(name, known)
+    hint = f", the nearest is {near}" if near else ""
+    return f"{name} is not known{hint}; --help lists all flags"
 
 
 class _OnceEach(yaml.SafeLoader):
@@ -311,7 +312,7 @@ def read_flags(
     misspelt = [word for word in words if re.match("-h.", word)]  # argparse would end: -h with a value
     namespace, extras = parser.parse_known_args([word for word in words if word not in misspelt])
     _tell_ignored(composed, namespace)
-    problems = unknown_flag_problems(misspelt + extras, parser, composed.unsupported_flags)
+    problems = unknown_flag_problems(misspelt + extras, parser, composed)
     owned = {f.name for section in section_types(composed).values() for f in dataclasses.fields(section)}
     problems += [invalid.problem for name, invalid in refused if name not in owned]
     return _field_values(namespace) | dict(refused), problems

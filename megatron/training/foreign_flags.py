@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM 2.5 and later that do nothing here: some are accepted with a line, the others refused."""
+"""Flags of Megatron-LM 2.5 and later that do nothing here: some are accepted with a line, the others are refused."""
 
 from collections.abc import Mapping
 
@@ -31,6 +31,14 @@ IGNORED: Mapping[str, str] = {
     "log-validation-ppl-to-tensorboard": _ALL_TO_TENSORBOARD,
     "no-log-learnig-rate-to-tensorboard": _ALL_TO_TENSORBOARD,  # so spelt there
     "no-log-loss-scale-to-tensorboard": _ALL_TO_TENSORBOARD,
+}
+
+# What has another name here, and how to ask for it.
+RENAMED: Mapping[str, str] = {
+    "activations-checkpoint-granularity": "--recompute-granularity",
+    "activations-checkpoint-method": "--recompute-granularity full with --recompute-method",
+    "activations-checkpoint-num-layers": "--recompute-granularity full with --recompute-num-layers",
+    "recompute-activations": "--recompute-granularity selective",
 }
 
 # What is not here: a launch script that relies on it must not start.

@@ -57,6 +57,9 @@ def pretrain(
         model_provider: makes the model, given dtype and device, when model parallelism is initialised. Whatever it
             draws from PyTorch's default generators is equal on every rank. A model may have a method `signature()`,
             a JSON dict of the choices without which its weights mean something else: kept in checkpoints and compared.
+            Its persistent buffers (the statistics of a BatchNorm) go into checkpoints too: each rank's own, which come
+            back at the same layout, and those of the first data and tensor rank, which all ranks get at another one.
+            No two stages may have buffers of one name, but as `duplicate_parameters()` says.
             With a pipeline it makes the stages of this rank (`config.stages_of`), as `GPTModel` has them.
         dataset_provider: makes training, validation and test sets for the asked numbers of samples; None for no set.
             See `training.run.SampleDataset` for what a set must have and may have.

@@ -4,24 +4,28 @@ import dataclasses
 import json
 import os
 import platform
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.base.complaints import raise_joined
 from megatron.base.compose import make_section, section_types
 from megatron.base.config import flag_name
 from megatron.checkpointing import iteration_to_load, load_checkpoint, read_state, save_checkpoint
-from megatron.checkpointing.placed import Placed
+from megatron.checkpointing.placed import Place, Placed
 from megatron.optimizer import Optimizer, PrecisionConfig
 from megatron.training.config import RunConfig
 from megatron.training.setup import World
 
 # What a checkpoint keeps of `RunState`.
 _PROGRESS = ("iteration", "consumed_samples", "scheduled_samples", "skipped_iterations")
+
+# What a buffer of the model is called among the tensors of one rank, before its name.
+_BUFFER = "buffer:"
 
 # What the order of the samples depends on beside the seed and the number of samples.
 _ORDERING = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "split", "seq_length")
@@ -50,13 +54,31 @@ class Trainee:
     state: RunState
 
     def tensors(self) -> Placed:
-        """Weights and optimizer state by global name, each with its place in the global tensor."""
-        return {**self._weights(), **self.optimizer.state_tensors()}
+        """Weights, buffers and optimizer state by global name, each with its place in the global tensor."""
+        return {**self._of_model(), **self.optimizer.state_tensors()}
 
-    def _weights(self) -> Placed:
+    def _of_model(self) -> Placed:
         shardings = mpu.parameter_shardings(self.model)
         parameters = dict(self.model.named_parameters())
-        return {name: (parameters[name].detach(), sharding) for name, sharding in shardings.items()}
+        placed: dict[str, tuple[Tensor, Place]] = {
+            name: (parameters[name].detach(), s) for name, s in shardings.items()
+        }
+        return placed | {name: (buffer, mpu.replicated(name, buffer)) for name, buffer in self.buffers().items()}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The persistent buffers of the model by name."""
+        kept = self.model.state_dict().keys()
+        return {name: buffer.detach() for name, buffer in self.model.named_buffers() if name in kept}
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """What belongs to this rank alone: the states of its generators, and its values of the buffers."""
+        return mpu.rng_state() | {_BUFFER + name: buffer for name, buffer in self.buffers().items()}
+
+    def load_own_tensors(self, own: Mapping[str, Tensor]) -> None:
+        """Put back what `own_tensors` gave."""
+        mpu.set_rng_state({name: state for name, state in own.items() if not name.startswith(_BUFFER)})
+        for name, buffer in self.buffers().items():
+            buffer.copy_(own[_BUFFER + name])
 
     def written(self) -> Placed:
         """Those of the tensors that this rank writes: every one of a replica, or its own share of optimizer state.
@@ -65,7 +87,7 @@ class Trainee:
         """
         first, copies = mpu.get_data_parallel_rank() == 0, duplicate_parameters(self.model)
         state = self.optimizer.state_tensors(duplicates=False) if first or self.optimizer.sharded else {}
-        return {name: held for name, held in self._weights().items() if name not in copies} | state if first else state
+        return {name: held for name, held in self._of_model().items() if name not in copies} | state if first else state
 
 
 def library_versions() -> dict[str, str]:
@@ -114,7 +136,7 @@ def save(trainee: Trainee, config: RunConfig, world: World) -> None:
         trainee.state.iteration,
         trainee.written(),
         state,
-        mpu.rng_state(),
+        trainee.own_tensors(),
         rank=world.rank,
         world_size=world.size,
         layout=layout(),
@@ -125,8 +147,9 @@ def save(trainee: Trainee, config: RunConfig, world: World) -> None:
 def restore(trainee: Trainee, config: RunConfig, world: World) -> list[str]:
     """Go on from the checkpoint that `--load` names, if any; returns sentences about it.
 
-    At the layout of the checkpoint the random generators go on too, so that the run is the uninterrupted one bit for
-    bit. Elsewhere they begin anew, from a seed of this iteration. Collective: all ranks agree on how the load went.
+    At the layout of the checkpoint the random generators and buffers of each rank go on too, so that the run is the
+    uninterrupted one bit for bit. Elsewhere generators begin anew, from a seed of this iteration, and all ranks get the
+    buffers of the first. Collective: all ranks agree on how the load went.
     Raises `ValueError` where the checkpoint is damaged or of another model.
     """
     iteration = iteration_to_load(config.checkpoint)
@@ -155,11 +178,19 @@ def restore(trainee: Trainee, config: RunConfig, world: World) -> list[str]:
         trainee.state.saved_iteration = iteration
     messages = [f"loaded iteration {iteration} of {directory}", *changes(stored["config"], config)]
     if loaded.rank_tensors is not None:
-        mpu.set_rng_state(loaded.rank_tensors)
+        trainee.load_own_tensors(loaded.rank_tensors)
         return messages
     mpu.model_parallel_manual_seed(mpu.derive_seed(config.training.seed, "resumed", iteration))
-    before = ", ".join(f"{name} {size}" for name, size in loaded.layout.items())
-    return [*messages, f"it was saved at another layout ({before}), so dropout goes on with other random numbers"]
+    return [*messages, _elsewhere(loaded.layout, list(trainee.buffers()))]
+
+
+def _elsewhere(layout: Mapping[str, int], buffers: Sequence[str]) -> str:
+    """A sentence on what goes on in another way at another layout than that of the checkpoint."""
+    before = ", ".join(f"{name} {size}" for name, size in layout.items())
+    sentence = f"it was saved at another layout ({before}), so dropout goes on with other random numbers"
+    if not buffers:
+        return sentence
+    return f"{sentence}, and every rank with the first data and tensor rank's values of {', '.join(buffers)}"
 
 
 def check_complete(stored: dict[str, Any], directory: str) -> None:
@@ -214,12 +245,15 @@ def format_differences(stored: dict[str, Any], config: RunConfig, directory: str
     `stored` is the config in the checkpoint.
     """
     before, now = stored_precision(stored).format_flag, config.precision.format_flag
-    kind = stored_section(stored, "optimizer")["optimizer"]
-    kinds = {now: before, f"--optimizer {config.optimizer.optimizer}": f"--optimizer {kind}"}
+    mine, theirs = config.optimizer, stored_section(stored, "optimizer")
+    choices = {now: before, f"--optimizer {mine.optimizer}": f"--optimizer {theirs['optimizer']}"}
+    without_momentum = [not momentum for momentum in (mine.sgd_momentum, theirs["sgd_momentum"])]
+    if mine.optimizer == theirs["optimizer"] == "sgd" and any(without_momentum) and not all(without_momentum):
+        choices[f"--sgd-momentum {mine.sgd_momentum}"] = f"--sgd-momentum {theirs['sgd_momentum']}"
     return [
-        f"{mine}: the checkpoint in {directory} is of a run with {theirs}"
-        for mine, theirs in kinds.items()
-        if mine != theirs
+        f"{chosen}: the checkpoint in {directory} is of a run with {was}"
+        for chosen, was in choices.items()
+        if chosen != was
     ]
 
 

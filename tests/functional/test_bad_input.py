@@ -154,6 +154,20 @@ def test_checkpoint_of_another_number_format_or_optimizer(
     ]
 
 
+def test_checkpoint_with_momentum_or_without(
+    capsys: pytest.CaptureFixture[str], data_path: str, tmp_path: Path
+) -> None:
+    words = flags(data_path, train_iters=1, lr_warmup_iters=0, eval_iters=0, optimizer="sgd")
+    for saved, loading in ((0.0, 0.5), (0.9, 0.0)):
+        folder = tmp_path / str(saved)
+        pretrain_gpt.main([*words, "--save", str(folder), "--sgd-momentum", str(saved)])
+        capsys.readouterr()
+        told = complaints(capsys, [*words, "--load", str(folder), "--sgd-momentum", str(loading)])
+        sentence = f"--sgd-momentum {loading}: the checkpoint in {folder} is of a run with --sgd-momentum {saved}"
+        assert told == [sentence]
+    pretrain_gpt.main([*words, "--load", str(tmp_path / "0.9"), "--sgd-momentum", "0.5"])  # the same kind of state
+
+
 def test_checkpoint_that_is_not_there(capsys: pytest.CaptureFixture[str], data_path: str, tmp_path: Path) -> None:
     told = complaints(capsys, flags(data_path, load=tmp_path / "nothing"))
     assert len(told) == 1

@@ -1,7 +1,10 @@
 """`pretrain` with a model and a dataset that are not ours: equal replicas, no more asked of them than is said."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -31,6 +34,16 @@ class OwnModel(nn.Module):
         """[b, s] -> logits [b, s, v]."""
         hidden = self.embedding(tokens)
         return self.out(hidden + self.down(torch.tanh(self.up(hidden)[0]))[0])
+
+
+class NormedModel(OwnModel):
+    """With a layer whose statistics are buffers, and a buffer that is in no state dict."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        self.norm = nn.BatchNorm1d(16, dtype=dtype, device=device)
+        self.embedding.register_forward_hook(lambda module, args, out: self.norm(out.flatten(0, 1)).view_as(out))
+        self.register_buffer("passing", torch.zeros(2), persistent=False)
 
 
 class OwnSamples:
@@ -108,3 +121,44 @@ def test_a_model_without_stages_has_no_pipeline(ranks: Ranks) -> None:
 def test_a_dataset_that_is_too_short_is_refused(ranks: Ranks) -> None:
     with pytest.raises(RankError, match="the training set has 63 samples, but the run needs 64"):
         ranks(1, train, 1, 63, False)
+
+
+def train_normed(
+    rank: int, world_size: int, tensor: int, words: Sequence[str]
+) -> tuple[dict[str, np.ndarray], list[float], str]:
+    """The persistent buffers at the end, the losses of the evaluations, which depend on them, and what was said."""
+    line = [*flags("none", tensor_model_parallel_size=tensor, train_iters=6), *words]
+    recorder = Recorder()
+    trained = pretrain(
+        parse_composed(RunConfig, line, world_size=world_size, check_inputs=False),
+        model_provider=NormedModel,
+        dataset_provider=lambda counts: (OwnSamples(64), OwnSamples(16), None),
+        forward_step=forward_step,
+        vocab_size=VOCAB,
+        observers=[recorder],
+    )
+    buffers = {name: buffer.numpy().copy() for name, buffer in trained.buffers().items()}
+    return buffers, [e["loss"] for e in recorder.evaluations], "\n".join(recorder.messages)
+
+
+def test_buffers_go_on_with_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    """Each rank's own at the same layout, the first one's elsewhere."""
+    names = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    for tensor, world in ((1, 1), (2, 4)):
+        saving = ["--save", str(tmp_path / str(world))]
+        whole = ranks(world, train_normed, tensor, [])
+        ranks(world, train_normed, tensor, [*saving, "--exit-interval", "3"])
+        resumed = ranks(world, train_normed, tensor, [*saving, "--load", saving[1]])
+        assert resumed[0][1] == whole[0][1] != []
+        for (mine, _, _), (theirs, _, _) in zip(resumed, whole, strict=True):
+            assert mine.keys() == theirs.keys() == names
+            for name in names:
+                np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
+    first, other = whole[0][0], whole[-1][0]  # of two data ranks, which see other samples
+    assert (first["norm.running_mean"] != other["norm.running_mean"]).any()
+    elsewhere = ranks(2, train_normed, 1, ["--load", str(tmp_path / "4"), "--eval-iters", "0"])
+    for buffers, _, _ in elsewhere:
+        for name in names:
+            np.testing.assert_array_equal(buffers[name], first[name], err_msg=name)
+    said = elsewhere[0][2]
+    assert "first data and tensor rank's values of norm.running_mean, norm.running_var, norm.num_batches" in said

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.base.complaints import ConfigError
-from megatron.base.compose import ComposedConfig, combines
+from megatron.base.compose import ComposedConfig, combines, section_types
 from megatron.base.config import Config, flag, minimum_problems
 from megatron.training.arguments import add_config_flags, config_from_namespace, parse_composed
 from megatron.training.config import RunConfig
@@ -215,11 +215,28 @@ def test_flags_for_what_is_not_here_are_refused_by_name() -> None:
     ]
 
 
+def test_flags_that_have_another_name_here_are_refused_with_it() -> None:
+    line = "--activations-checkpoint-method uniform --activations_checkpoint_num_layers=2 --recompute-activations"
+    with pytest.raises(ConfigError) as caught:
+        parse_composed(RunConfig, [*flags("data"), *line.split()], world_size=1, check_inputs=False)
+    full = "is not known; --recompute-granularity full with"
+    assert caught.value.problems == [
+        f"--activations-checkpoint-method {full} --recompute-method asks for the same here",
+        f"--activations_checkpoint_num_layers {full} --recompute-num-layers asks for the same here",
+        "--recompute-activations is not known; --recompute-granularity selective asks for the same here",
+    ]
+    known = {name.replace("_", "-") for s in section_types(RunConfig).values() for name in s.__dataclass_fields__}
+    for words in RunConfig.renamed_flags.values():
+        assert {word.removeprefix("--") for word in words.split() if word.startswith("--")} <= known
+
+
 def test_foreign_flags_are_none_of_ours() -> None:
     known = {f.name.replace("_", "-") for s in dataclasses.fields(RunConfig) for f in dataclasses.fields(s.type)}  # type: ignore[arg-type]
     ignored = {words.split()[0] for words in RunConfig.ignored_flags}
-    assert not known & (RunConfig.unsupported_flags | ignored)
-    assert not ignored & RunConfig.unsupported_flags
+    refused = RunConfig.unsupported_flags | RunConfig.renamed_flags.keys()
+    assert not known & (refused | ignored)
+    assert not ignored & refused
+    assert not RunConfig.unsupported_flags & RunConfig.renamed_flags.keys()
 
 
 def test_ignored_flags_take_their_values_and_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
