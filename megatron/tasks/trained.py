@@ -11,7 +11,8 @@ from megatron.base.compose import make_section
 from megatron.checkpointing import load_checkpoint, read_state
 from megatron.model import GPTModel, TransformerConfig
 from megatron.tokenizer import Tokenizer, TokenizerConfig
-from megatron.training.state import layout, stored_precision
+from megatron.training.state import layout
+from megatron.training.stored import stored_precision
 
 
 @dataclasses.dataclass(frozen=True)

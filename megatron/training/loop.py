@@ -1,22 +1,18 @@
 """`pretrain`: from a config, a model, data and a forward step to a trained model."""
 
 import math
-import os
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import distributed as dist
-from torch import nn
 
 from megatron import mpu
-from megatron.optimizer import Optimizer
 from megatron.training.config import BatchSizes, RunConfig
 from megatron.training.failure import mistakes
 from megatron.training.losses import NonFiniteLoss
-from megatron.training.observers import Audience, Observer, configured_observers
-from megatron.training.pipeline import Batch, ForwardStep, Pipeline, make_pipeline
+from megatron.training.observers import Audience, Observer
+from megatron.training.pipeline import Batch, ForwardStep
 from megatron.training.run import (
     SPLITS,
     DatasetProvider,
@@ -25,13 +21,12 @@ from megatron.training.run import (
     check_lengths,
     check_precision,
     check_progress,
-    check_replicas,
     check_vocabulary,
-    count_parameters,
     sample_counts,
 )
 from megatron.training.setup import World, distributed_world, world_size
-from megatron.training.state import RunState, Trainee, duplicate_parameters, restore, save
+from megatron.training.start import description, new_model, new_optimizer, new_pipeline, open_outputs
+from megatron.training.state import RunState, Trainee, restore, save
 from megatron.training.step import Step, evaluate, train_step
 from megatron.training.throughput import Interval, memory_gib
 from megatron.training.timers import Timers
@@ -83,102 +78,28 @@ def pretrain(
         with mistakes():
             check_precision(config, world)
             check_vocabulary(datasets, vocab_size, world)
-        model = _new_model(config, model_provider, world)
+        model = new_model(config, model_provider, world)
         with mistakes():
-            pipeline = _pipeline_of(config, model, world)
-        trainee = Trainee(model, _new_optimizer(config, model), RunState())
+            pipeline = new_pipeline(config, model, world)
+        trainee = Trainee(model, new_optimizer(config, model), RunState())
         with mistakes():
             messages = [line for d in datasets for line in getattr(d, "report", list)()]
             messages += restore(trainee, config, world)
             check_progress(config, trainee.state, world.size)
             # Nothing is written before this line: whatever is wrong has been told by now.
-            audience = Audience(_open_outputs(config, observers) if world.reports else [])
+            audience = Audience(open_outputs(config, observers) if world.reports else [])
         state, flops = trainee.state, (flops_per_sample, hardware_flops_per_sample)
         end = config.iterations(world.size, state.iteration, state.consumed_samples)
         timers = Timers(world.device) if config.logging.timing_log_level else None
         run = Run(config, world, trainee, pipeline, datasets, forward_step, end, flops, audience, timers)
         try:
-            audience.on_start(_description(run))
+            audience.on_start(description(run))
             for message in messages:
                 audience.on_message(message)
             _train(run)
         finally:
             audience.on_end()
     return trainee
-
-
-def _open_outputs(config: RunConfig, observers: Sequence[Observer]) -> list[Observer]:
-    """The observers, ready to write, and the folder of `--save`. Raises `ValueError` where one cannot be written."""
-    try:
-        configured = configured_observers(config.logging)
-        if config.checkpoint.save is not None:
-            os.makedirs(config.checkpoint.save, exist_ok=True)
-            tempfile.TemporaryFile(dir=config.checkpoint.save).close()
-        return [*configured, *observers]
-    except OSError as error:
-        raise ValueError(f"--save, --metrics-file or --tensorboard-dir cannot be written: {error}") from error
-
-
-def _new_model(config: RunConfig, model_provider: ModelProvider, world: World) -> nn.Module:
-    with mpu.get_rng_tracker().fork(mpu.PARAMETER_STREAM):
-        model = model_provider(config.precision.dtype, world.device)
-    check_replicas(model)
-    return model
-
-
-def _pipeline_of(config: RunConfig, model: nn.Module, world: World) -> Pipeline:
-    return make_pipeline(
-        model,
-        config.pipeline,
-        config.layer_split().virtual_size,
-        batch=(config.training.micro_batch_size, config.data.seq_length),
-        dtype=config.precision.dtype,
-        device=world.device,
-    )
-
-
-def _new_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
-    tied: list[str] = getattr(model, "tied_parameters", list)()
-    copied = bool(tied) and mpu.get_pipeline_model_parallel_world_size() > 1
-    return Optimizer(
-        model,
-        mpu.parameter_shardings(model),
-        config.optimizer,
-        config.precision,
-        data_group=mpu.get_data_parallel_group(),
-        tensor_group=mpu.get_tensor_model_parallel_group(),
-        tensor_rank=mpu.get_tensor_model_parallel_rank(),
-        model_group=mpu.get_model_parallel_group(),
-        model_rank=dist.get_rank(mpu.get_model_parallel_group()),
-        everyone=dist.group.WORLD,
-        own_buckets=tied,
-        embedding_group=mpu.get_embedding_group() if copied else None,
-        duplicates=duplicate_parameters(model),
-        parts=getattr(model, "parameter_chunks", dict)() or None,
-    )
-
-
-def _description(run: Run) -> str:
-    config, sizes, world, ramp = run.config, run.sizes(), run.world, run.config.training.ramp_up
-    ramped = "" if ramp is None else f", from {ramp.start} by {ramp.increment} over {ramp.samples} samples"
-    dtype = str(config.precision.dtype).removeprefix("torch.")
-    tensor, data = mpu.get_tensor_model_parallel_world_size(), mpu.get_data_parallel_world_size()
-    sequence = " (sequence parallel)" if config.distributed.sequence_parallel else ""
-    optimizer = " (sharded optimizer)" if run.trainee.optimizer.sharded else ""
-    return (
-        f"{count_parameters(run.trainee.model):,} parameters in {dtype} on {world.size} ranks ({world.device.type}): "
-        f"tensor {tensor}{sequence}, {_pipeline_words(run)}data {data}{optimizer}; global batch "
-        f"{sizes.global_batch_size} = micro batch {sizes.micro_batch_size} x {sizes.num_micro_batches} x data{ramped}; "
-        f"{run.train_iters} iterations"
-    )
-
-
-def _pipeline_words(run: Run) -> str:
-    pipeline, virtual = run.config.pipeline, len(run.pipeline.chunks)
-    if pipeline.pipeline_model_parallel_size == 1:
-        return ""
-    stages = f", {virtual} virtual stages each" if virtual > 1 else ""
-    return f"pipeline {pipeline.pipeline_model_parallel_size} ({pipeline.pipeline_schedule}{stages}), "
 
 
 def _train(run: Run) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.training.arguments import parse_composed
 from megatron.training.config import RunConfig
-from megatron.training.state import (
+from megatron.training.stored import (
     changes,
     check_complete,
     format_differences,
