@@ -205,7 +205,7 @@ def _without_refused(
     """
     kept: list[str] = []
     refused: list[tuple[str, Invalid]] = []
-    for word, following in zip(words, [*words[1:], "--"], strict=True):
+    for word, following in zip(words, [*words, "--"][1:], strict=True):
         name, equals, value = word.partition("=")
         action, problem = actions.get(name), ""
         if action is not None and equals and action.nargs == 0:

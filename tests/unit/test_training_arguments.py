@@ -75,6 +75,12 @@ def test_all_complaints_come_together() -> None:
     ]
 
 
+def test_no_words_at_all_leave_every_obligatory_flag_to_be_told() -> None:
+    with pytest.raises(ConfigError, match="--num-layers is not given") as caught:
+        parse_composed(RunConfig, [])
+    assert "--lr is not given" in str(caught.value)
+
+
 def test_missing_and_unreadable_values_are_told() -> None:
     assert problems("--power", "strong") == [
         "--cylinders is not given, and there is no default for it",
