@@ -15,7 +15,8 @@ STATE = "state.json"
 
 _logger = logging.getLogger(__name__)
 _FOLDER = re.compile(r"iter_([0-9]{7,})")
-_LEFTOVER = re.compile(rf"\.iter_[0-9]{{7,}}\.(tmp|old)|\.{re.escape(TRACKER)}\.[0-9a-f]+\.tmp")
+_OLD = re.compile(r"\.iter_([0-9]{7,})\.old")
+_LEFTOVER = re.compile(rf"\.iter_[0-9]{{7,}}\.(tmp|old|del)|\.{re.escape(TRACKER)}\.[0-9a-f]+\.tmp")
 
 
 def iteration_folder(directory: Path, iteration: int) -> Path:
@@ -51,6 +52,16 @@ def saved_iterations(directory: Path) -> list[int]:
         return []
     matches = (_FOLDER.fullmatch(entry.name) for entry in directory.iterdir() if entry.is_dir())
     return sorted(int(match[1]) for match in matches if match)
+
+
+def complete_iterations(directory: Path) -> list[int]:
+    """The iterations of which `directory` has a checkpoint that was published and has its index, ascending.
+
+    Whether its tensors are undamaged is not looked at.
+    """
+    found = {n for n in saved_iterations(directory) if (iteration_folder(directory, n) / INDEX).is_file()}
+    old = (_OLD.fullmatch(entry.name) for entry in leftovers(directory) if (entry / INDEX).is_file())
+    return sorted(found | {int(match[1]) for match in old if match})
 
 
 def whole_folder(directory: Path, iteration: int) -> Path:
@@ -111,6 +122,23 @@ def publish(directory: Path, iteration: int) -> None:
         _logger.warning("%s: saved, but the tracker's name may not have reached the disk (%s)", final, error)
     # Published: what cannot be removed now is removed before the next save.
     shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_older(directory: Path, published: int, keep: int) -> None:
+    """Remove checkpoints before iteration `published`, all but those that make `keep` with it.
+
+    Those of later iterations are of a run that was turned back; they are left, as are folders without an index of ours.
+    What cannot be removed is told and left. A checkpoint loses its name before any of its files: never is half of one
+    there.
+    """
+    earlier = [number for number in complete_iterations(directory) if number < published]
+    for number in earlier[: max(len(earlier) - keep + 1, 0)]:
+        folder, doomed = iteration_folder(directory, number), directory / f".iter_{number:07d}.del"
+        try:
+            os.rename(folder, doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:
+            _logger.warning("%s: it is to be removed, and cannot be: %s", folder, error)
 
 
 def _tracks(directory: Path, iteration: int) -> bool:

@@ -20,6 +20,7 @@ from megatron.checkpointing.folders import (
     clean_leftovers,
     iteration_folder,
     publish,
+    remove_older,
     temporary_folder,
 )
 from megatron.checkpointing.index import (
@@ -54,6 +55,7 @@ def save_checkpoint(
     layout: Mapping[str, Any],
     tensor_rank: int | None = None,
     group: ProcessGroup | None = None,
+    keep_last: int | None = None,
 ) -> Path:
     """Save one checkpoint, all ranks together; returns its folder `directory/iter_NNNNNNN`.
 
@@ -70,6 +72,8 @@ def save_checkpoint(
         tensor_rank: place in the tensor group, the current one's by default; tensors that are not split are written
             where it is 0.
         group: all ranks of the job by default.
+        keep_last: this many checkpoints are kept, the new one among them: earlier ones beyond are removed when it is
+            published. All are kept by default.
 
     Three small all-reduces over `group`. Raises `SaveError`, on every rank and with the first failing rank's message,
     where anything fails on any; what was there before stays as it was.
@@ -92,6 +96,8 @@ def save_checkpoint(
             if rank == 0:
                 _write_index(temporary, iteration, world_size, state, layout)
                 publish(root, iteration)
+                if keep_last is not None:
+                    remove_older(root, iteration, keep_last)
     except SaveError:
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)

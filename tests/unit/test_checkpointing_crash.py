@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 import traceback
@@ -19,7 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpointing import SaveError, load_checkpoint, save_checkpoint
+from megatron.checkpointing import BackgroundSaver, SaveError, load_checkpoint, save_checkpoint
+from megatron.checkpointing.folders import complete_iterations
 from megatron.mpu.sharding import Sharding
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -70,17 +72,26 @@ def trial() -> Iterator[Trial]:
     parent.join(60)
 
 
-def save(directory: Path, iteration: int, value: float, rows: int = 64) -> None:
+def save(
+    directory: Path, iteration: int, value: float, rows: int = 64, keep: int | None = None, behind: bool = False
+) -> None:
     sharding = Sharding("w", (rows, 8), None, 0)
     tensors = {"w": (torch.full((rows, 8), value), sharding)}
     own = {"rng": torch.full((8,), int(value), dtype=torch.uint8)}
-    save_checkpoint(directory, iteration, tensors, {"value": value}, own, rank=0, world_size=1, layout={})
+    if behind:
+        saver = BackgroundSaver(0, 1)
+        saver.start(directory, iteration, tensors, {"value": value}, own, layout={}, keep_last=keep)
+        saver.close()
+        return
+    options: dict[str, Any] = {"layout": {}, "keep_last": keep}
+    save_checkpoint(directory, iteration, tensors, {"value": value}, own, rank=0, world_size=1, **options)
 
 
-def load(directory: Path, rows: int = 64) -> tuple[int, float]:
-    """Iteration and value of the latest checkpoint, which must be one of one piece."""
+def load(directory: Path, rows: int = 64, iteration: int | None = None) -> tuple[int, float]:
+    """Iteration and value of the latest checkpoint or another one, which must be one of one piece."""
     target = torch.zeros(rows, 8)
-    loaded = load_checkpoint(directory, {"w": (target, Sharding("w", (rows, 8), None, 0))}, rank=0, layout={})
+    places = {"w": (target, Sharding("w", (rows, 8), None, 0))}
+    loaded = load_checkpoint(directory, places, rank=0, layout={}, iteration=iteration)
     value = loaded.state["value"]
     assert (target == value).all()
     assert loaded.rank_tensors is not None and (loaded.rank_tensors["rng"] == int(value)).all()
@@ -153,39 +164,49 @@ def kill_self() -> None:
 
 def save_and_die(directory: Path, iteration: int, value: float, step: int) -> None:
     with watch(step, kill_self):
-        save(directory, iteration, value)
+        save(directory, iteration, value, keep=1)
+
+
+def good_checkpoints(directory: Path) -> Path:
+    """A folder with checkpoints of iterations 5 and 10."""
+    save(directory, 5, 0.0)
+    save(directory, 10, 1.0)
+    return directory
 
 
 def number_of_steps(directory: Path, iteration: int) -> int:
-    """How many steps a save of `iteration` over the good checkpoint has."""
-    save(directory, 10, 1.0)
+    """How many steps a save of `iteration` over the good checkpoints has."""
+    good_checkpoints(directory)
     with watch(-1, kill_self) as steps:
-        save(directory, iteration, 2.0)
+        save(directory, iteration, 2.0, keep=1)
     assert steps.count > 30
     return steps.count
 
 
 @pytest.mark.parametrize("iteration", [20, 10], ids=["new", "replacing"])
 def test_killed_before_and_after_each_step(tmp_path: Path, trial: Trial, iteration: int) -> None:
-    outcomes = set()
+    outcomes, good = set(), good_checkpoints(tmp_path / "good")
     for step in range(number_of_steps(tmp_path / "count", iteration)):
         directory = tmp_path / str(step)
-        save(directory, 10, 1.0)
+        shutil.copytree(good, directory)
         assert trial(save_and_die, directory, iteration, 2.0, step) == -signal.SIGKILL, f"step {step}"
         found = load(directory)
         outcomes.add(found)
         assert found in {(10, 1.0), (iteration, 2.0)}, f"step {step}"
-        save(directory, 30, 3.0)
+        whole = complete_iterations(directory)
+        assert found == (iteration, 2.0) or whole[:2] == [5, 10], f"step {step}: nothing is removed before it is saved"
+        assert [load(directory, iteration=number)[0] for number in whole] == whole
+        save(directory, 30, 3.0, keep=2)
         assert load(directory) == (30, 3.0)
-        left = {path.name for path in directory.iterdir()} - {"iter_0000030", TRACKER, f"iter_{iteration:07d}"}
-        assert left == ({"iter_0000010"} if iteration == 20 else set()), f"step {step}"
+        newest = {f"iter_{number:07d}" for number in sorted({*whole, 30})[-2:]}
+        assert {path.name for path in directory.iterdir()} == {TRACKER, *newest}, f"step {step}"
     assert outcomes == {(10, 1.0), (iteration, 2.0)}
 
 
 def attempt(directory: Path, iteration: int) -> str:
     """ "saved", or the message of the failure."""
     try:
-        save(directory, iteration, 2.0)
+        save(directory, iteration, 2.0, keep=1)
     except SaveError as error:
         return str(error)
     return "saved"
@@ -197,10 +218,10 @@ def fail() -> None:
 
 @pytest.mark.parametrize("iteration", [20, 10], ids=["new", "replacing"])
 def test_a_full_disk_at_each_step(tmp_path: Path, iteration: int) -> None:
-    outcomes: list[str] = []
+    outcomes, good = list[str](), good_checkpoints(tmp_path / "good")
     for step in range(number_of_steps(tmp_path / "count", iteration)):
         directory = tmp_path / str(step)
-        save(directory, 10, 1.0)
+        shutil.copytree(good, directory)
         before = (directory / TRACKER).read_text()
         with watch(step, fail):
             outcomes.append(attempt(directory, iteration))
@@ -210,26 +231,32 @@ def test_a_full_disk_at_each_step(tmp_path: Path, iteration: int) -> None:
             assert "No space left on device" in outcomes[-1]
             assert load(directory) == (10, 1.0), f"step {step}"
             assert (directory / TRACKER).read_text() == before
-            assert {path.name for path in directory.iterdir()} == {"iter_0000010", TRACKER}
+            assert {path.name for path in directory.iterdir()} == {"iter_0000005", "iter_0000010", TRACKER}
         save(directory, 30, 3.0)
         assert load(directory) == (30, 3.0)
     # What cannot be removed, or flushed after the tracker has its new content, does not undo a save.
     assert len(outcomes) - outcomes.count("saved") > 25
 
 
-def test_killed_at_random_instants(tmp_path: Path, trial: Trial) -> None:
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_killed_at_random_instants(tmp_path: Path, trial: Trial, kills: int) -> None:
+    """Saves in turn new and replacing, in the foreground and behind, with all others kept and with two kept."""
     rows = 50_000
-    save(tmp_path, 10, 1.0, rows)
-    begin = time.monotonic()
-    save(tmp_path, 10, 1.0, rows)
-    duration = time.monotonic() - begin
     expected = (10, 1.0)
+    save(tmp_path, *expected, rows)
+    begin = time.monotonic()
+    save(tmp_path, *expected, rows)
+    duration = time.monotonic() - begin
     draw = random.Random(4)
-    for _ in range(20):
-        trial(save, tmp_path, 20, 2.0, rows, delay=draw.uniform(0, 1.5 * duration))
+    for number in range(kills):
+        iteration, value = expected[0] + draw.choice((0, 10)), float(number)
+        keep, behind = draw.choice((None, 2)), draw.choice((False, True))
+        trial(save, tmp_path, iteration, value, rows, keep, behind, delay=draw.uniform(0, 1.5 * duration))
         found = load(tmp_path, rows)
-        assert found in {expected, (20, 2.0)}
+        assert found in {expected, (iteration, value)}
         expected = found
+        for other in complete_iterations(tmp_path):
+            assert load(tmp_path, rows, other)[0] == other
 
 
 def test_leftovers_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,132 @@
+"""The saves of a run: in the foreground or behind training; a failed one is told and tried again at the next turn."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from megatron.checkpointing.background import BackgroundSaver
+from megatron.checkpointing.errors import SaveError
+from megatron.checkpointing.placed import Placed
+from megatron.checkpointing.save import save_checkpoint
+
+
+@dataclasses.dataclass
+class FailedSaves:
+    """Counts saves that failed one after another; `limit` of them end the run."""
+
+    limit: int
+    in_a_row: int = 0
+
+    def succeeded(self) -> None:
+        """A checkpoint was saved."""
+        self.in_a_row = 0
+
+    def failed(self, iteration: int, error: SaveError, *, limited: bool = True) -> str:
+        """The checkpoint of `iteration` was not saved: a sentence about it, raised at the limit if `limited`."""
+        self.in_a_row += 1
+        count = f"{self.in_a_row} in a row of --max-failed-saves {self.limit}"
+        sentence = f"iteration {iteration} could not be saved ({count}): {error}"
+        if limited and self.in_a_row >= self.limit:
+            raise SaveError(sentence) from error
+        return sentence
+
+
+class Saver:
+    """Saves the checkpoints of one run. All ranks call the same methods in the same order.
+
+    Args:
+        directory: where the checkpoints go.
+        rank, world_size: this rank's number in the job.
+        tell: given a sentence when a save has failed, and when one in the background has ended.
+        in_background: whether training goes on while a checkpoint is written; then making a `Saver` is collective.
+        keep_last: this many checkpoints are kept, all by default.
+        max_failed: so many failures in a row raise `SaveError`; fewer are told.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        rank: int,
+        world_size: int,
+        tell: Callable[[str], None],
+        *,
+        in_background: bool = False,
+        keep_last: int | None = None,
+        max_failed: int = 3,
+    ) -> None:
+        self._directory = directory
+        self._rank = rank
+        self._world_size = world_size
+        self._tell = tell
+        self._keep_last = keep_last
+        self._failures = FailedSaves(max_failed)
+        self._background = BackgroundSaver(rank, world_size) if in_background else None
+        self._iteration = 0  # of the save that was started last
+        self.saved_iteration: int | None = None
+
+    def save(
+        self,
+        iteration: int,
+        tensors: Placed,
+        state: Mapping[str, Any],
+        rank_tensors: Mapping[str, Tensor],
+        *,
+        layout: Mapping[str, Any],
+        tensor_rank: int | None = None,
+        last: bool = False,
+    ) -> bool:
+        """Save a checkpoint, or start to; arguments as of `save_checkpoint`. Whether it is saved when this returns.
+
+        One that is still being written is waited for. The `last` one of a run is written in the foreground, whatever
+        failed before, and its own failure is raised.
+        """
+        self._settle(wait=True, limited=not last)
+        self._iteration = iteration
+        options: dict[str, Any] = {"layout": layout, "tensor_rank": tensor_rank, "keep_last": self._keep_last}
+        if self._background is not None and not last:
+            self._background.start(self._directory, iteration, tensors, state, rank_tensors, **options)
+            return False
+        options |= {"rank": self._rank, "world_size": self._world_size}
+        try:
+            save_checkpoint(self._directory, iteration, tensors, state, rank_tensors, **options)
+        except SaveError as error:
+            if last:
+                raise
+            self._tell(self._failures.failed(iteration, error))
+            return False
+        self._succeeded()
+        return True
+
+    def poll(self) -> None:
+        """See whether a save in the background has ended, and how; cheap, for every step of a run."""
+        self._settle(wait=False, limited=True)
+
+    def close(self) -> None:
+        """Wait for a save in the background and give up what it needed. Raises `SaveError` where it fails now."""
+        if self._background is None:
+            return
+        was_busy = self._background.busy
+        self._background.close()
+        self._background = None
+        if was_busy:
+            self._succeeded()
+
+    def _settle(self, *, wait: bool, limited: bool) -> None:
+        """Hear how a save in the background has ended; a failure at the limit is raised only if `limited`."""
+        if self._background is None:
+            return
+        try:
+            folder = self._background.wait() if wait else self._background.poll()
+        except SaveError as error:
+            self._tell(self._failures.failed(self._iteration, error, limited=limited))
+            return
+        if folder is not None:
+            self._succeeded()
+            self._tell(f"iteration {self._iteration} is saved now, to {folder}")
+
+    def _succeeded(self) -> None:
+        self._failures.succeeded()
+        self.saved_iteration = self._iteration
