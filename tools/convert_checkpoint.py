@@ -51,7 +51,7 @@ class ConvertConfig(Config):
     load: str = flag(dataclasses.MISSING, "folder of the source; of checkpoints the newest is taken")
     save: str = flag(dataclasses.MISSING, "folder of the result, without a checkpoint or model in it so far")
     ckpt_step: int | None = flag(None, "take the checkpoint of this iteration")
-    no_load_optim: bool = flag(False, "take the weights alone, not the optimizer's state")
+    load_optim: bool = flag(True, "take the optimizer's state where there is one; else the weights alone")
     dtype: str | None = flag(
         None, "number format of the result's weights; as they are by default", choices=tuple(_DTYPES)
     )
@@ -94,7 +94,7 @@ def convert(asked: ConvertConfig) -> None:
             asked.num_attention_heads,
             asked.activation,
             asked.ckpt_step,
-            not asked.no_load_optim,
+            asked.load_optim,
         ),
     )
     if asked.dtype is not None:

@@ -74,15 +74,12 @@ def imported(entry: Entry, pieces: Sequence[Readable], rows: Rows) -> Readable:
 
 
 def _whole_shape(entry: Entry, pieces: Sequence[Readable]) -> tuple[int, ...]:
-    first, dim = pieces[0], entry.split_dim
-    kinds = {
-        (piece.dtype, len(piece.shape), dim is None or piece.shape[:dim] + piece.shape[dim + 1 :]) for piece in pieces
-    }
-    if len(kinds) > 1 or (dim is None and len({piece.shape for piece in pieces}) > 1):
+    if len({(piece.dtype, piece.shape) for piece in pieces}) > 1:
         raise ValueError(f"{entry.theirs}: what the tensor ranks have of it does not fit together")
-    if dim is None:
-        return first.shape
-    return (*first.shape[:dim], sum(piece.shape[dim] for piece in pieces), *first.shape[dim + 1 :])
+    shape = list(pieces[0].shape)
+    if entry.split_dim is not None:
+        shape[entry.split_dim] *= len(pieces)
+    return tuple(shape)
 
 
 def _import(entry: Entry, pieces: Sequence[Readable], rows: Rows) -> Tensor:

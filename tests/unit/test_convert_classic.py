@@ -1,0 +1,193 @@
+"""Classic checkpoints at any layout and of any version become ours, bit for bit; what does not fit is refused."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.checkpointing import read_state
+from megatron.checkpointing.convert import from_native, native_logits
+from megatron.model import GPTModel, TransformerConfig
+from megatron.mpu import parameter_shardings
+from tests.harness.classic_files import Layout, write_classic
+from tests.harness.closeness import assert_close
+from tests.harness.serial_gpt import random_weights, serial_logits
+from tools import convert_checkpoint
+
+VOCAB = 101
+CONFIG = TransformerConfig(4, 16, 4, 16, attention_dropout=0.0, hidden_dropout=0.0, activation="gelu_erf")
+ARGS = {"bias_gelu_fusion": False, "openai_gelu": False, "consumed_train_samples": 28, "global_batch_size": 4}
+
+
+def random(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    shardings = parameter_shardings(GPTModel(CONFIG, VOCAB, device="meta"))
+    return random_weights({name: sharding.global_shape for name, sharding in shardings.items()}, seed, dtype)
+
+
+def convert(source: Path, target: Path, *words: str) -> int:
+    asked = ["--from", "megatron", "--to", "native", "--load", str(source), "--save", str(target)]
+    return convert_checkpoint.main([*asked, *([] if "--vocab-size" in words else ["--vocab-size", str(VOCAB)]), *words])
+
+
+LAYOUTS = [
+    Layout(),
+    Layout(tensor=4, version=2.0),
+    Layout(tensor=2, version=1.0, padded=256),
+    Layout(tensor=2, version=0, old=True),
+    Layout(pipeline=4),
+    Layout(tensor=2, pipeline=2),
+    Layout(tensor=2, pipeline=2, virtual=2),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [(layout, torch.float32) for layout in LAYOUTS] + [(LAYOUTS[n], torch.float16) for n in (0, 5)],
+    ids=str,
+)
+def test_every_layout_and_version(tmp_path: Path, layout: Layout, dtype: torch.dtype) -> None:
+    masters, moments = random(1), {"exp_avg": random(2), "exp_avg_sq": random(3)}
+    weights = {name: value.to(dtype) for name, value in masters.items()}
+    moments |= {} if dtype == torch.float32 else {"master_weight": masters}
+    write_classic(tmp_path / "theirs", CONFIG, weights, layout, ARGS | {"fp16": dtype == torch.float16}, moments)
+    assert convert(tmp_path / "theirs", tmp_path / "ours", "--check") == 0
+    found = from_native(tmp_path / "ours")
+    expected = weights | {f"optimizer.{kind}.{n}": v for kind, values in moments.items() for n, v in values.items()}
+    assert found.tensors.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found.tensors[name].dtype == value.dtype
+        assert torch.equal(found.tensors[name].read(), value), name
+    assert found.config == CONFIG
+    tokens = torch.randint(VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
+    wide = {name: value.float() for name, value in weights.items()}
+    assert_close(native_logits(tmp_path / "ours", tokens), serial_logits(CONFIG, wide, tokens), 1e-5)
+
+
+def test_progress_and_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    moments = {"exp_avg": random(2, torch.float32), "exp_avg_sq": random(3), "master_weight": random(1)}
+    weights = {name: value.half() for name, value in moments["master_weight"].items()}
+    args = ARGS | {"fp16": True, "lr": 0.1, "seq_length": 16, "seed": 5, "data_path": ["a"], "bias_gelu_fusion": True}
+    write_classic(tmp_path / "theirs", CONFIG, weights, Layout(), args, moments, steps=6)
+    assert convert(tmp_path / "theirs", tmp_path / "ours") == 0
+    state = read_state(tmp_path / "ours")
+    assert state["run"] == {
+        "iteration": 7,
+        "consumed_samples": 28,
+        "scheduled_samples": 24,
+        "skipped_iterations": 1,
+    }
+    scaler = {"scale": 1024.0, "clean_steps": 5, "patience": 1}
+    assert state["optimizer"] == {"step_count": 6, "skipped_in_a_row": 0, "loss_scaler": scaler}
+    said = capsys.readouterr().out
+    for words in ("--fp16", "--seed 5", "--lr 0.1", "--data-path a", "--seq-length 16"):
+        assert words in said
+    assert "--activation" not in said and "gelu_tanh" not in said  # the default
+    assert state["config"]["model"]["activation"] == "gelu_tanh"
+
+
+def test_weights_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = random(1)
+    write_classic(tmp_path / "theirs", CONFIG, weights, Layout(), ARGS, {"exp_avg": random(2), "exp_avg_sq": random(3)})
+    assert convert(tmp_path / "theirs", tmp_path / "ours", "--no-load-optim", "--dtype", "bfloat16") == 0
+    assert "--bf16" in (said := capsys.readouterr().out) and "--finetune" in said
+    found = from_native(tmp_path / "ours").tensors
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name].read(), weights[name].bfloat16()) for name in weights)
+    assert convert(tmp_path / "theirs", tmp_path / "other", "--dtype", "bfloat16") == 2
+    assert "--no-load-optim" in capsys.readouterr().err
+
+
+def edited(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    record = torch.load(path, weights_only=False)
+    change(record)
+    torch.save(record, path)
+
+
+def words_of(record: dict[str, Any]) -> dict[str, Any]:
+    return record["model"]["language_model"]["embedding"]["word_embeddings"]
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "a tensor more": (lambda r: r["model"].update(pooler={"weight": torch.ones(2)}), "no place in the model: pooler"),
+    "a tensor less": (
+        lambda r: r["model"]["language_model"]["encoder"].pop("layers.1.mlp.dense_4h_to_h.bias"),
+        "not among those of another tensor rank: encoder.layers.1.mlp.dense_4h_to_h.bias",
+    ),
+    "another shape": (lambda r: words_of(r).update(weight=torch.ones(128, 16)), "does not fit together"),
+    "another iteration": (lambda r: r.update(iteration=8), "not of one iteration"),
+    "a state more": (lambda r: r["optimizer"]["state"][0].update(max=torch.ones(2)), "not understood: max"),
+    "a state of another shape": (lambda r: r["optimizer"]["state"][3].update(exp_avg=torch.ones(2)), "shapes"),
+    "another version": (lambda r: r.update(checkpoint_version=4.0), "version"),
+    "other ranks": (lambda r: setattr(r["args"], "tensor_model_parallel_size", 4), "there are files of 2 ranks"),
+    "another residual": (
+        lambda r: setattr(r["args"], "apply_residual_connection_post_layernorm", True),
+        "--apply-residual-connection-post-layernorm",
+    ),
+}
+# Complaints about flags, which are read from the first rank's file.
+FLAGS = ("there are files of 2 ranks", "--apply-residual-connection-post-layernorm")
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
+    moments = {"exp_avg": random(2), "exp_avg_sq": random(3)} if "state" in what else None
+    write_classic(tmp_path / "theirs", CONFIG, random(1), Layout(2, 2), ARGS, moments)
+    change, words = CHANGES[what]
+    place = "00_000" if words in FLAGS else "01_000"
+    edited(tmp_path / f"theirs/iter_0000007/mp_rank_{place}/model_optim_rng.pt", change)
+    assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
+    complaint = capsys.readouterr().err
+    assert words in complaint
+    assert len(complaint.strip().splitlines()) == 1
+    assert not (tmp_path / "ours").exists() or list((tmp_path / "ours").iterdir()) == []
+
+
+def test_copies_of_the_embedding_that_differ_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_classic(tmp_path / "theirs", CONFIG, random(1), Layout(1, 2), ARGS)
+    path = tmp_path / "theirs/iter_0000007/mp_rank_00_001/model_optim_rng.pt"
+    edited(path, lambda r: r["model"]["word_embeddings_for_head"]["weight"].add_(1))
+    assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
+    assert "the first and the last pipeline stage do not have the same" in capsys.readouterr().err
+    assert list((tmp_path / "ours").iterdir()) == []
+
+
+def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_classic(tmp_path / "theirs", CONFIG, random(1), Layout(2, 2), ARGS)
+    asked = ["--from", "megatron", "--to", "native", "--load", str(tmp_path / "theirs"), "--save", str(tmp_path / "o")]
+    assert convert_checkpoint.main(asked) == 2
+    assert "padded to 128" in capsys.readouterr().err
+    path = tmp_path / "theirs/iter_0000007/mp_rank_01_001/model_optim_rng.pt"
+    content = path.read_bytes()
+    for cut in (content[:-1], content[: len(content) // 2], b"PK\3\4" + content[4:-300], b""):
+        path.write_bytes(cut)
+        assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
+        assert "mp_rank_01_001" in capsys.readouterr().err
+    path.unlink()
+    assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
+    assert "mp_rank_01_001" in capsys.readouterr().err
+    path.parent.rmdir()
+    assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
+    assert "tensor rank 1, pipeline rank 1 is missing" in capsys.readouterr().err
+
+
+def test_a_flipped_byte_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_classic(tmp_path / "theirs", CONFIG, random(1), Layout(), ARGS)
+    path = tmp_path / "theirs/iter_0000007/mp_rank_00/model_optim_rng.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
+    assert "does not match its checksum" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_does_not_say_its_gelu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_classic(tmp_path / "theirs", CONFIG, random(1), Layout(version=0, old=True), {})
+    assert convert(tmp_path / "theirs", tmp_path / "one") == 0
+    assert "does not say which GELU" in capsys.readouterr().out
+    assert from_native(tmp_path / "one").config == dataclasses.replace(CONFIG, activation="gelu_tanh")
+    assert convert(tmp_path / "theirs", tmp_path / "two", "--activation", "gelu_erf") == 0
+    assert from_native(tmp_path / "two").config == CONFIG
