@@ -47,9 +47,9 @@ def read_state(directory: str | os.PathLike[str], iteration: int | None = None) 
 
     Arguments and errors as for `load_checkpoint`.
     """
-    folder, number = _find(Path(directory), iteration)
-    index, _ = _read_index(folder, number)
-    return _read_state(folder, index)
+    folder, number = find(Path(directory), iteration)
+    index, _ = read_index(folder, number)
+    return read_state_of(folder, index)
 
 
 def load_checkpoint(
@@ -89,13 +89,13 @@ def load_checkpoint(
     team = Team(rank, world_size, group, ValueError, DamageError)
     with team.step():
         root = Path(directory)
-        folder, number = _find(root, iteration)
+        folder, number = find(root, iteration)
         if rank == 0:
             _report_leftovers(root, folder)
-        index, checksum = _read_index(folder, number)
-        state = _read_state(folder, index)
+        index, checksum = read_index(folder, number)
+        state = read_state_of(folder, index)
         check(state)
-        _check_files(folder, index)
+        check_files(folder, index)
         stored = {name: t for name, t in index.contents.tensors.items() if not name.startswith(tuple(skip))}
         _check_wanted(folder, stored, tensors)
         index.contents.check_cover()
@@ -108,8 +108,8 @@ def load_checkpoint(
         return LoadedState(index.iteration, state, dict(index.layout), own)
 
 
-def _find(directory: Path, iteration: int | None) -> tuple[Path, int]:
-    """The folder of the checkpoint, and the iteration that it stands for."""
+def find(directory: Path, iteration: int | None) -> tuple[Path, int]:
+    """The folder of a checkpoint, by default the tracker's, and its iteration. Raises ValueError where it is not."""
     if not directory.is_dir():
         raise ValueError(f"{directory}: there is no such folder")
     if iteration is None:
@@ -127,8 +127,8 @@ def _report_leftovers(directory: Path, loaded: Path) -> None:
         _logger.warning("%s: %s is %s", directory, entry.name, words)
 
 
-def _read_index(folder: Path, iteration: int) -> tuple[Index, int]:
-    """The index, and the CRC-32 of its file."""
+def read_index(folder: Path, iteration: int) -> tuple[Index, int]:
+    """The index, and the CRC-32 of its file. Raises `DamageError` where it is not whole."""
     path = folder / INDEX
     with unreadable_is_damage(path):
         content = path.read_bytes()
@@ -143,7 +143,8 @@ def _read_index(folder: Path, iteration: int) -> tuple[Index, int]:
     return index, crc32(content)
 
 
-def _read_state(folder: Path, index: Index) -> dict[str, Any]:
+def read_state_of(folder: Path, index: Index) -> dict[str, Any]:
+    """The plain values of the checkpoint in `folder`. Raises `DamageError` where they are not what was saved."""
     path = folder / STATE
     if not path.is_file():
         raise DamageError(f"{path}: the file is missing")
@@ -160,7 +161,8 @@ def _read_state(folder: Path, index: Index) -> dict[str, Any]:
     return state
 
 
-def _check_files(folder: Path, index: Index) -> None:
+def check_files(folder: Path, index: Index) -> None:
+    """Raise `DamageError` naming the first file that is missing or not of the size that was written."""
     for name, size in index.contents.files.items():
         path = folder / name
         if not path.is_file():

@@ -49,12 +49,25 @@ class PieceReader:
 
     def read(self, requests: Iterable[Request]) -> None:
         """Copy stored values to where they are wanted. The blocks are shared among a few threads."""
-        pool = ThreadPoolExecutor(max(_LEAST_THREADS, min(torch.get_num_threads(), _MOST_THREADS)), "checkpoint-reader")
+        pool = _threads()
         try:
             for done in [pool.submit(block.read) for block in self._blocks(requests)]:
                 done.result()
         finally:
             pool.shutdown(cancel_futures=True)
+
+    def problems(self, tensors: Iterable[StoredTensor]) -> Iterator[str]:
+        """Read every block; a sentence for each that is not what was saved."""
+        with _threads() as pool:
+            for tensor in tensors:
+                for piece in tensor.pieces:
+                    try:
+                        blocks = [pool.submit(block.read) for block in self._blocks_of(tensor, piece, None)]
+                    except DamageError as error:
+                        yield str(error)
+                        continue
+                    failures = [block.exception() for block in blocks]
+                    yield from (str(failure) for failure in failures if failure is not None)
 
     def _blocks(self, requests: Iterable[Request]) -> Iterator["_Block"]:
         """The stored blocks that hold something wanted."""
@@ -65,8 +78,9 @@ class PieceReader:
                     yield from self._blocks_of(tensor, piece, touched)
 
     def _blocks_of(
-        self, tensor: StoredTensor, piece: StoredPiece, targets: Sequence[tuple[Rectangle, Tensor]]
+        self, tensor: StoredTensor, piece: StoredPiece, targets: Sequence[tuple[Rectangle, Tensor]] | None
     ) -> Iterator["_Block"]:
+        """The blocks of a piece that hold what is in `targets`; all of them where that is None."""
         file = self._open(piece.file)
         dtype = dtype_of(tensor.dtype)
         begin = file.begin(tensor, piece, self._block_bytes)
@@ -74,9 +88,9 @@ class PieceReader:
         for number, checksum in enumerate(piece.checksums):
             first = number * step
             parts = _parts(piece.rectangle, first, min(first + step, piece.rectangle.size))
-            if any(intersection(part, r) for part in parts for r, _ in targets):
+            if targets is None or any(intersection(part, r) for part in parts for r, _ in targets):
                 words = f"tensor {tensor.name} does not match its checksum (block {number})"
-                yield _Block(file, begin + first * dtype.itemsize, dtype, parts, targets, checksum, words)
+                yield _Block(file, begin + first * dtype.itemsize, dtype, parts, targets or (), checksum, words)
 
     def _open(self, name: str) -> "_PieceFile":
         if name not in self._files:
@@ -117,6 +131,10 @@ class _Block:
             checksum = self.file.read(position + first * self.dtype.itemsize, values.view(torch.uint8), checksum)
             _scatter(values, _parts(part, first, first + len(values)), self.targets)
         return checksum
+
+
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(_LEAST_THREADS, min(torch.get_num_threads(), _MOST_THREADS)), "checkpoint-reader")
 
 
 def _parts(piece: Rectangle, first: int, last: int) -> list[Rectangle]:

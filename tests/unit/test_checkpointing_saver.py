@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpointing import BackgroundSaver, FailedSaves, SaveError, Saver, load_checkpoint
+from megatron.checkpointing import BackgroundSaver, FailedSaves, SaveError, Saver, load_checkpoint, save
 from megatron.mpu.sharding import Sharding
 
 PLACE = Sharding("w", (6,), None, 0)
@@ -36,8 +36,6 @@ class Gate:
     """Holds back the writing of pieces until it is opened; may then let it fail."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        from megatron.checkpointing import save
-
         self.event = threading.Event()
         self.failure: Exception | None = None
         write = save.write_pieces
@@ -123,7 +121,7 @@ def test_failures_are_told_and_end_the_run_at_the_limit(tmp_path: Path, gate: Ga
     saver = Saver(tmp_path, 0, 1, told.append, in_background=in_background, max_failed=2)
     gate.event.set()
 
-    def save(iteration: int, failure: Exception | None, **options: Any) -> bool:
+    def attempt(iteration: int, failure: Exception | None, **options: Any) -> bool:
         gate.failure = failure
         done = saver.save(iteration, placed(iteration), {}, own(iteration), layout={}, **options)
         while saver._background is not None and saver._background.busy:
@@ -131,18 +129,18 @@ def test_failures_are_told_and_end_the_run_at_the_limit(tmp_path: Path, gate: Ga
         return done
 
     no_space = OSError(28, "No space left on device")
-    save(10, no_space)
+    attempt(10, no_space)
     assert "iteration 10 could not be saved (1 in a row of --max-failed-saves 2): OSError" in told[-1]
     assert saver.saved_iteration is None and list(tmp_path.iterdir()) == []
-    assert save(20, None) is not in_background
+    assert attempt(20, None) is not in_background
     assert saver.saved_iteration == 20 and saved(tmp_path)[0] == 20
-    save(30, no_space)
+    attempt(30, no_space)
     with pytest.raises(SaveError, match=r"iteration 40 could not be saved \(2 in a row"):
-        save(40, no_space)
+        attempt(40, no_space)
     # The last one is tried whatever failed before.
     with pytest.raises(SaveError, match="No space left"):
-        save(40, no_space, last=True)
-    assert save(40, None, last=True)
+        attempt(40, no_space, last=True)
+    assert attempt(40, None, last=True)
     assert saved(tmp_path)[0] == 40 and saver.saved_iteration == 40
     saver.close()
 
@@ -163,12 +161,7 @@ def test_the_last_one_waits_for_the_one_before(tmp_path: Path, gate: Gate) -> No
     saver = Saver(tmp_path, 0, 1, told.append, in_background=True, max_failed=1, keep_last=2)
     gate.failure = OSError(28, "No space left on device")
     saver.save(10, placed(1.0), {}, own(1), layout={})
-
-    def recover() -> None:
-        gate.event.set()
-        assert saver._background is not None
-
-    threading.Timer(0.1, recover).start()
+    threading.Timer(0.1, gate.event.set).start()
     with pytest.raises(SaveError, match="No space left"):
         saver.save(20, placed(2.0), {}, own(2), layout={}, last=True)
     assert "iteration 10 could not be saved" in told[0]
