@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,9 +28,15 @@ def failing(how: str) -> None:
     dist.barrier()
 
 
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    before = set(multiprocessing.active_children())  # the ranks of other tests, which are kept
+    yield
+    assert not set(multiprocessing.active_children()) - before
+
+
 def test_jobs_run_at_the_same_time_on_ranks_of_their_own() -> None:
     assert run_jobs([Job(1, summed, (5,)), Job(3, summed, (10,))], 60) == [[(0, 5)], [(0, 33), (1, 33), (2, 33)]]
-    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize(
@@ -43,7 +50,6 @@ def test_jobs_run_at_the_same_time_on_ranks_of_their_own() -> None:
 def test_the_rank_that_failed_first_is_named(how: str, timeout: float, said: str) -> None:
     with pytest.raises(RanksFailed, match=said):
         run_jobs([Job(2, failing, (how,))], timeout)
-    assert not multiprocessing.active_children()
 
 
 def test_the_job_that_failed_is_told() -> None:
