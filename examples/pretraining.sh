@@ -1,7 +1,8 @@
 # shellcheck shell=bash
 # What the pretraining examples share; to be sourced by them. They say what a run is, this says how it is started:
 #
-#   DRY_RUN=1     print the command that would be run, and run nothing
+#   DRY_RUN=1     print the command that would be run, behind the variables that it is given, and run nothing; where
+#                 DATA_PATH or another is not set, its name stands in its place
 #   TOY=1         the same command at toy size on ranks of this machine's CPU, with data made for it in a new folder
 #                 (TOY_FOLDER, if set); DATA_PATH, VOCAB_FILE, MERGE_FILE and SAVE are not read
 #
@@ -17,6 +18,7 @@ declare -A meaning=(
   [NODE_RANK]="this node's number, from 0, another one on every node"
 )
 
+is_dry() { [ "${DRY_RUN:-0}" = 1 ]; }
 is_toy() { [ "${TOY:-0}" = 1 ]; }
 
 # refuse SENTENCE ...: ends the script with all that is wrong at once.
@@ -26,13 +28,21 @@ refuse() {
   exit 2
 }
 
-# require NAME ...: refuses unless the variables named are set and torchrun can be called.
+# stand_in NAME ...: where nothing is run, a variable that is not set has its own name for a value.
+stand_in() {
+  local name
+  is_dry || return 0
+  for name in "$@"; do [ -n "${!name:-}" ] || printf -v "$name" %s "$name"; done
+}
+
+# require NAME ...: refuses unless the variables named are set and torchrun can be called, or nothing is to be run.
 require() {
   local name found=()
+  stand_in "$@"
   for name in "$@"; do
     [ -n "${!name:-}" ] || found+=("$name is not set: ${meaning[$name]}")
   done
-  command -v torchrun >/dev/null ||
+  is_dry || command -v torchrun >/dev/null ||
     found+=("torchrun is not on PATH: activate the environment that this repository is installed in (pip install -e .)")
   [ ${#found[@]} -eq 0 ] || refuse "${found[@]}"
 }
@@ -41,10 +51,13 @@ require() {
 # ones, on the first node; sets DATA_PATH, VOCAB_FILE, MERGE_FILE and SAVE.
 # shellcheck disable=SC2034  # they are read by who sources this
 make_toy_data() {
-  local folder=${TOY_FOLDER:-$(mktemp -d)}
+  local folder=${TOY_FOLDER:-}
+  if [ -z "$folder" ]; then
+    if is_dry; then folder=$(mktemp -d -u); else folder=$(mktemp -d); fi # -u makes none
+  fi
   DATA_PATH=$folder/toy_text_document VOCAB_FILE=$folder/vocab.json MERGE_FILE=$folder/merges.txt
   SAVE=$folder/checkpoints
-  if [ "${NODE_RANK:-0}" != 0 ] || [ -e "$DATA_PATH.idx" ] || [ "${DRY_RUN:-0}" = 1 ]; then return; fi
+  if [ "${NODE_RANK:-0}" != 0 ] || [ -e "$DATA_PATH.idx" ] || is_dry; then return; fi
   echo "toy size: tokenizer, token set and checkpoints are in $folder"
   mkdir -p "$folder"
   grep -h . "$1/LICENSE" "$1/README.md" >"$folder/toy.txt" # without empty lines, which are no documents
@@ -69,6 +82,7 @@ place_ranks() {
   ranks=${GPUS_PER_NODE:-$3}
   if is_toy; then nodes=${NNODES:-1} ranks=$((4 / ${NNODES:-1})); fi # of this machine, on which the nodes are
   needed=(MASTER_ADDR)
+  if [ "$nodes" != 1 ]; then stand_in MASTER_ADDR NODE_RANK; fi
   case ${RENDEZVOUS:-static} in
     static)
       needed+=(NODE_RANK)
@@ -96,11 +110,15 @@ prepare() {
 
 # launch WORD ...: becomes the command of these words, or prints it with DRY_RUN=1.
 launch() {
-  if [ "${DRY_RUN:-0}" = 1 ]; then
+  local name
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # a rank's work is done by its GPU, or it shares the CPU with others
+  if is_dry; then
+    for name in CUDA_DEVICE_MAX_CONNECTIONS OMP_NUM_THREADS; do
+      [ -z "${!name:-}" ] || printf '%s=%q ' "$name" "${!name}"
+    done
     printf '%q ' "$@"
     echo
   else
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # a rank's work is done by its GPU, or it shares the CPU with others
     exec "$@"
   fi
 }

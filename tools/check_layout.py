@@ -8,19 +8,21 @@ Exit code 0 where they are equal, 1 where they are not or the layout fails, 2 fo
 With --dry-run nothing is trained: the layout is planned at its full size, and one rank's part of it shown.
 """
 
+import ast
 import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.base.compose import compose
+from megatron.base.complaints import problems_of, raise_joined
+from megatron.base.compose import compose, make_section
 from megatron.base.config import Config, flag, minimum_problems
 from megatron.parity.check import LayoutFailed, check_layout
 from megatron.parity.dry_run import plan
 from megatron.parity.ranks import RanksFailed
 from megatron.parity.report import table, verdict, what_is_checked
 from megatron.parity.shrink import degrees_of, fitted, shrunk
-from megatron.training.arguments import Parser, add_config_flags, config_from_namespace, read_flags
+from megatron.training.arguments import read_flags
 from megatron.training.config import RunConfig
 from megatron.training.failure import print_problems
 
@@ -44,24 +46,52 @@ class CheckConfig(Config):
 
     def problems(self) -> list[str]:
         found = minimum_problems(self, 1, "world_size", "steps") + minimum_problems(self, 2, "max_ranks")
-        return found + minimum_problems(self, 0, "timeout", "rank")
+        found += minimum_problems(self, 0, "timeout", "rank")
+        if self.dry_run and self.script != _PRETRAIN_GPT:
+            found.append(f"--script {self.script}: --dry-run plans the model of pretrain_gpt.py, and reads no script")
+        if self.rank > 0 and not self.dry_run:
+            found.append(f"--rank {self.rank}: it needs --dry-run")
+        return found
 
     def input_problems(self) -> list[str]:
-        return [] if Path(self.script).is_file() else [f"--script {self.script}: there is no such file"]
+        if not Path(self.script).is_file():
+            return [f"--script {self.script}: there is no such file"]
+        try:
+            ast.parse(Path(self.script).read_bytes())
+        except (SyntaxError, ValueError) as error:
+            return [f"--script {self.script}: it cannot be read as Python ({error})"]
+        return []
+
+    def rank_problems(self, ranks: int) -> list[str]:
+        """One sentence where a run on so many ranks has none that --dry-run could show."""
+        if not self.dry_run or self.rank < ranks:
+            return []
+        return [f"--rank {self.rank}: it must be below the number of ranks, which is {ranks}"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags(RunConfig):
+    """Train a layout small, hold it against one process: flags of the run, and last those of the check itself."""
+
+    check: CheckConfig
 
 
 def read(argv: Sequence[str]) -> tuple[CheckConfig, RunConfig, int]:
     """How to check, the run that is meant, and its ranks. Raises ConfigError for what is wrong with either."""
-    description, _, _ = (__doc__ or "").partition("\n\n")
-    parser = Parser(prog="check_layout.py", description=description, epilog="pretrain_gpt.py --help lists the others")
-    add_config_flags(parser, CheckConfig)
-    namespace, words = parser.parse_known_args(argv)
-    check = config_from_namespace(CheckConfig, namespace)
-    values, problems = read_flags(RunConfig, words, prog="check_layout.py")
+    values, problems = read_flags(Flags, argv, prog="check_layout.py")
+    check = None
+    try:
+        check = make_section(CheckConfig, values)
+        problems += check.input_problems()
+    except ValueError as error:
+        problems += problems_of(error)
     degrees = [values.get(name, 1) for name in _MODEL_PARALLEL]
     replica = degrees[0] * degrees[1] if all(isinstance(size, int) and size > 0 for size in degrees) else 1
-    ranks = check.world_size or replica
-    return check, compose(RunConfig, values, ranks, problems + check.input_problems()), ranks
+    ranks = check.world_size or replica if check else replica
+    run = compose(RunConfig, values, ranks, problems)
+    assert check is not None  # what is wrong with it is told
+    raise_joined(check.rank_problems(ranks))
+    return check, run, ranks
 
 
 def train_and_compare(check: CheckConfig, asked: RunConfig, ranks: int) -> int:

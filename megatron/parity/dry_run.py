@@ -6,6 +6,7 @@ from collections import Counter
 import torch
 
 from megatron.base.activations import activation_bytes
+from megatron.base.words import counted, micro_batches
 from megatron.model import GPTModel
 from megatron.mpu.initialize import GroupInfo
 from megatron.mpu.topology import Topology
@@ -69,9 +70,24 @@ def parameter_bytes(config: RunConfig, world_size: int) -> float:
 
 
 def activation_bytes_of_rank(config: RunConfig, stages: tuple[Stage, ...], in_flight: int) -> float:
-    """Bytes of the layers' activations of `in_flight` forward passes through a stage, as long as they wait."""
-    model, ranks, recompute = config.model, config.distributed, config.recompute
-    each = activation_bytes(
+    """Bytes of the layers' activations of `in_flight` forward passes through a stage, as long as they wait.
+
+    A group of layers that is recomputed keeps its input alone.
+    """
+    granularity = config.recompute.granularity
+    whole, of_input = (_layer_bytes(config, how) for how in (None if granularity == "full" else granularity, "full"))
+    groups = [group for stage in stages for group in _groups(config, stage)]
+    kept = sum(of_input if recomputed else len(names) * whole for names, recomputed in groups)
+    return kept * in_flight / len(stages)
+
+
+def _groups(config: RunConfig, stage: Stage) -> list[tuple[list[str], bool]]:
+    return config.recompute.groups([str(layer) for layer in stage.layers])
+
+
+def _layer_bytes(config: RunConfig, granularity: str | None) -> int:
+    model, ranks = config.model, config.distributed
+    return activation_bytes(
         config.data.seq_length,
         config.training.micro_batch_size,
         model.hidden_size,
@@ -80,14 +96,13 @@ def activation_bytes_of_rank(config: RunConfig, stages: tuple[Stage, ...], in_fl
         projection=model.projection_size,
         t=ranks.tensor_model_parallel_size,
         sequence_parallel=ranks.sequence_parallel,
-        recompute=recompute.granularity,
-        distribute_saved=recompute.distribute_saved_activations,
+        recompute=granularity,
+        distribute_saved=config.recompute.distribute_saved_activations,
         fused_attention=model.attention_backend == "fused",
         attention_dropout=model.attention_dropout > 0,
         hidden_dropout=model.hidden_dropout > 0,
         width=config.precision.dtype.itemsize,
     )
-    return each * in_flight * sum(len(stage.layers) for stage in stages) / len(stages)
 
 
 def plan(config: RunConfig, world_size: int, rank: int) -> list[str]:
@@ -97,6 +112,7 @@ def plan(config: RunConfig, world_size: int, rank: int) -> list[str]:
     at, schedule = _topology(config, world_size).coordinates(rank), mine.schedule
     p, v, m = schedule.pipeline_size, schedule.virtual_size, schedule.num_micro_batches
     in_flight = peak_in_flight(schedule.actions[at.pipeline])
+    waiting = counted(in_flight, "forward pass waits", "forward passes wait")
     parameters = sum(parameter.numel() for parameter in mine.model.parameters())
     static = parameters * parameter_bytes(config, world_size)
     active = activation_bytes_of_rank(config, mine.stages, in_flight)
@@ -106,11 +122,11 @@ def plan(config: RunConfig, world_size: int, rank: int) -> list[str]:
         *(f"  holds {_stage_words(stage)}" for stage in mine.stages),
         f"  {parameters:,} parameters of a vocabulary of {vocab_size:,}; with gradients and optimizer "
         f"{static / 1e9:.1f} GB",
-        f"  at most {in_flight} forward passes wait for their backward pass; the activations of their layers take "
-        f"{active / 1e9:.1f} GB" + _recompute_words(config),
+        f"  at most {waiting} for the backward pass; the activations of their layers take "
+        f"{active / 1e9:.1f} GB" + _recompute_words(config, mine.stages),
         f"  an iteration: {_program_words(mine.program)}",
-        f"  its shape of what goes from stage to stage: {_boundary_words(config, mine.model)}",
-        f"pipeline of {m} micro-batches: the bubble is (p - 1)/(v m) = {bubble(p, v, m):.2%} of the ideal time",
+        *([f"  from stage to stage goes {_boundary_words(config, mine.model)}"] if p > 1 else []),
+        f"pipeline of {micro_batches(m)}: the bubble is (p - 1)/(v m) = {bubble(p, v, m):.2%} of the ideal time",
     ]
 
 
@@ -120,8 +136,10 @@ def _stage_words(stage: Stage) -> str:
     return f"{'the embedding, ' * stage.embedding}{layers}{', the final norm and the output' * stage.head}"
 
 
-def _recompute_words(config: RunConfig) -> str:
-    return ", and one whole layer at the peak" if config.recompute.granularity == "full" else ""
+def _recompute_words(config: RunConfig, stages: tuple[Stage, ...]) -> str:
+    groups = [group for stage in stages for group in _groups(config, stage)]
+    largest = max((len(names) for names, recomputed in groups if recomputed), default=0)
+    return f", and {counted(largest, 'whole layer')} more at the peak" if largest else ""
 
 
 def _program_words(program: Program) -> str:
@@ -129,12 +147,12 @@ def _program_words(program: Program) -> str:
     exchanges = [i for i in program if not isinstance(i, Action)]
     sent, received = (sum(len(getattr(i, side)) for i in exchanges) for side in ("sends", "receives"))
     return (
-        f"{passes['forward']} forward and {passes['backward']} backward passes, {sent} tensors sent and {received} "
-        f"received in {len(exchanges)} exchanges"
+        f"{passes['forward']} forward and {counted(passes['backward'], 'backward pass', 'backward passes')}, "
+        f"{counted(sent, 'tensor')} sent and {received} received in {counted(len(exchanges), 'exchange')}"
     )
 
 
 def _boundary_words(config: RunConfig, model: GPTModel) -> str:
     shape = model.boundary_shape(config.training.micro_batch_size, config.data.seq_length)
     size = torch.Size(shape).numel() * config.precision.dtype.itemsize
-    return f"{list(shape)}, {size / 1e6:.1f} MB"
+    return f"a tensor of shape {list(shape)} on this rank, {size / 1e6:.1f} MB"

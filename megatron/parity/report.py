@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.base.words import counted, micro_batches
 from megatron.parity.check import Checked
 from megatron.parity.compare import Comparison, Row
 from megatron.parity.shrink import Degrees, degrees_of, differences
@@ -16,7 +17,7 @@ def what_is_checked(asked: RunConfig, world_size: int, small: RunConfig, degrees
     wanted, steps = degrees_of(asked, world_size), small.training.train_iters
     lines = [
         f"asked for: {_layout(wanted, asked, world_size)}",
-        f"checked:   {_layout(degrees, small, degrees.ranks)}; {steps} iterations, against one process",
+        f"checked:   {_layout(degrees, small, degrees.ranks)}; {counted(steps or 0, 'iteration')}, against one process",
     ]
     changed = [f"{name} {_words(before)} -> {_words(after)}" for name, before, after in differences(asked, small)]
     lines += ["made smaller:", *(f"  {line}" for line in changed)] if changed else []
@@ -27,9 +28,8 @@ def what_is_checked(asked: RunConfig, world_size: int, small: RunConfig, degrees
 
 
 def _layout(degrees: Degrees, config: RunConfig, ranks: int) -> str:
-    number = config.batch_sizes(ranks).num_micro_batches
-    batches = f"{number} micro-batch{'es' if number > 1 else ''}"
-    return f"{degrees} = {degrees.ranks} rank{'s' if degrees.ranks > 1 else ''}, {batches} an iteration"
+    batches = micro_batches(config.batch_sizes(ranks).num_micro_batches)
+    return f"{degrees} = {counted(degrees.ranks, 'rank')}, {batches} an iteration"
 
 
 def _words(value: Any) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 
 from megatron.base.config import Config, choice_problems, flag, flag_name, minimum_problems
+from megatron.base.words import micro_batches
 from megatron.pipeline.actions import Schedule
 from megatron.pipeline.nearest import nearest_words
 from megatron.pipeline.schedules import SCHEDULES, build_schedule
@@ -74,8 +75,8 @@ class PipelineConfig(Config):
             return []
         sizes = nearest_words(global_batch_size, lambda n: n % (p * samples) == 0, global_batch_size + p * samples)
         return [
-            f"--global-batch-size {global_batch_size}: it makes {global_batch_size // samples} micro-batches, and with "
-            f"virtual stages their number must be a multiple of {flag_name(_SIZES[0])} {p}{sizes}"
+            f"--global-batch-size {global_batch_size}: it makes {micro_batches(global_batch_size // samples)}, and "
+            f"with virtual stages their number must be a multiple of {flag_name(_SIZES[0])} {p}{sizes}"
         ]
 
     def schedule(self, virtual_size: int, num_micro_batches: int, *, forward_only: bool = False) -> Schedule:

@@ -15,11 +15,16 @@ def label(action: Action, v: int) -> str:
     return f"{action.kind[0].upper()}{action.micro_batch}{chunk if v > 1 else ''}"
 
 
-def column_time(*times: Fraction) -> Fraction:
-    """The time of one column: the longest that goes into all `times` (those above 0), or an eighth of the shortest."""
+def common_time(*times: Fraction) -> Fraction:
+    """The longest time that goes into all `times` (those above 0) without a remainder."""
     given = [time for time in times if time > 0]
     scale = math.lcm(*(time.denominator for time in given))
-    return max(Fraction(math.gcd(*(int(time * scale) for time in given)), scale), min(given) / _FINEST)
+    return Fraction(math.gcd(*(int(time * scale) for time in given)), scale)
+
+
+def column_time(*times: Fraction) -> Fraction:
+    """The time of one column: the common time, or an eighth of the shortest of `times` where it is less."""
+    return max(common_time(*times), min(time for time in times if time > 0) / _FINEST)
 
 
 def grid(timeline: Timeline, column: Fraction, width: int | None = None) -> str:
@@ -45,9 +50,10 @@ def grid(timeline: Timeline, column: Fraction, width: int | None = None) -> str:
 def _cells(timeline: Timeline, rank: int, column: Fraction, size: int) -> list[str]:
     """The line of one rank in pieces of one column: `size` characters and one that parts them, a pass filled with -."""
     cells: list[str] = []
+    over, under = Fraction(column).as_integer_ratio()
     actions = timeline.schedule.actions[rank]
     for action, start, end in zip(actions, timeline.starts[rank], timeline.ends[rank], strict=True):
-        first, last = (math.floor(Fraction(time) / column + Fraction(1, 2)) for time in (start, end))
+        first, last = (int((2 * time * under + over) // (2 * over)) for time in (start, end))
         cells += [".".ljust(size + 1)] * (first - len(cells))
         text, length = label(action, timeline.schedule.virtual_size), (last - first) * (size + 1) - 1
         drawn = text.ljust(length, " " if last - first == 1 else "-") + " "

@@ -6,6 +6,7 @@ in all of them, so gradients are added in the same order whatever the schedule.
 """
 
 from megatron.base.complaints import raise_joined
+from megatron.base.words import micro_batches
 from megatron.pipeline.actions import Action, Kind, Schedule
 from megatron.pipeline.nearest import nearest_words
 
@@ -17,7 +18,7 @@ def micro_batch_problems(p: int, v: int, m: int) -> list[str]:
     if v > 1 and m % p:
         multiples = nearest_words(m, lambda n: n % p == 0, m + p)
         return [
-            f"{m} micro-batches: with virtual stages their number must be a multiple of "
+            f"{micro_batches(m)}: with virtual stages their number must be a multiple of "
             f"--pipeline-model-parallel-size {p}{multiples}"
         ]
     return []

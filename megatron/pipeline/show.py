@@ -1,15 +1,18 @@
 """Draws a schedule and tells its bubble and its memory: `python -m megatron.pipeline.show --pp 4 --microbatches 8`."""
 
 import argparse
+import os
 import shutil
 import sys
 from collections.abc import Sequence
 from fractions import Fraction
+from pathlib import Path
 
 from megatron.base.complaints import raise_joined
+from megatron.base.words import counted, micro_batches
 from megatron.pipeline.actions import Action, Schedule
 from megatron.pipeline.communication import programs
-from megatron.pipeline.grid import column_time, grid
+from megatron.pipeline.grid import column_time, common_time, grid
 from megatron.pipeline.picture import draw
 from megatron.pipeline.schedules import SCHEDULES, bubble, build_schedule
 from megatron.pipeline.simulate import Timeline, simulate
@@ -49,24 +52,27 @@ def title(schedule: Schedule, name: str) -> str:
     """One line that says what is drawn."""
     words = {"1f1b": "1F1B" if schedule.virtual_size == 1 else "interleaved 1F1B", "gpipe": "GPipe"}[name]
     chunks = f" of {schedule.virtual_size} chunks" if schedule.virtual_size > 1 else ""
-    ranks = f"{schedule.pipeline_size} rank{'s' if schedule.pipeline_size > 1 else ''}"
+    ranks = counted(schedule.pipeline_size, "rank")
     passes = "forward passes of " if schedule.forward_only else ""
-    return f"{words}, {ranks}{chunks}, {passes}{schedule.num_micro_batches} micro-batches"
+    return f"{words}, {ranks}{chunks}, {passes}{micro_batches(schedule.num_micro_batches)}"
 
 
-def summary(timeline: Timeline) -> str:
-    """The bubble, beside its closed form, and for each rank its peak in flight and its idle time."""
+def summary(timeline: Timeline, unit: Fraction) -> str:
+    """The bubble, beside its closed form, and for each rank its peak in flight and its idle time.
+
+    `unit` is what a time of 1 in the timeline stands for.
+    """
     schedule, makespan = timeline.schedule, timeline.makespan
     closed = bubble(schedule.pipeline_size, schedule.virtual_size, schedule.num_micro_batches)
     lines = [
-        f"time {float(makespan):g}, bubble {timeline.bubble:.2%} of the ideal time",
+        f"time {float(makespan * unit):g}, bubble {timeline.bubble:.2%} of the ideal time",
         f"equal stages without transfers have a bubble of (p - 1)/(v m) = {closed:.2%}",
         "",
         "rank  forward passes held at most  idle",
     ]
     for rank, actions in enumerate(schedule.actions):
         held = 0 if schedule.forward_only else peak_in_flight(actions)
-        lines.append(f"{rank:4}  {held:27}  {float(makespan - timeline.busy(rank)):g}")
+        lines.append(f"{rank:4}  {held:27}  {float((makespan - timeline.busy(rank)) * unit):g}")
     return "\n".join(lines)
 
 
@@ -84,14 +90,27 @@ def program_text(schedule: Schedule, rank: int) -> str:
 
 def _option_problems(options: argparse.Namespace) -> list[str]:
     """What is wrong with the flags that nobody else checks."""
-    found = []
+    sizes = {name: getattr(options, name) for name in ("pp", "vpp", "microbatches")}
+    found = [f"--{name} {size}: it must be at least 1" for name, size in sizes.items() if size < 1]
+    if options.pp == 1 < options.vpp:
+        found.append(f"--vpp {options.vpp}: with --pp 1 it must be 1")
     for name, word in (("forward", "above"), ("backward", "above"), ("transfer", "at least")):
         time = getattr(options, f"{name}_time")
         if time < 0 or (time == 0 and word == "above"):
             found.append(f"--{name}-time {time}: it must be {word} 0")
-    if options.program is not None and not 0 <= options.program < options.pp:
+    if options.program is not None and not 0 <= options.program < options.pp > 0:
         found.append(f"--program {options.program}: it must be a rank, from 0 to {options.pp - 1}")
-    return found
+    return found + ([] if options.png is None else _path_problems(options.png))
+
+
+def _path_problems(path: str) -> list[str]:
+    """One sentence where no file can be written to `path`."""
+    folder = Path(path).parent
+    if not folder.is_dir():
+        return [f"--png {path}: there is no folder {folder}"]
+    if Path(path).is_dir():
+        return [f"--png {path}: it is a folder"]
+    return [] if os.access(folder, os.W_OK) else [f"--png {path}: the folder {folder} cannot be written to"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -104,14 +123,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise_joined(_option_problems(options))
         schedule = build_schedule(name, p, m, v, forward_only=options.forward_only)
         heading = title(schedule, name)
-        timeline = simulate(schedule, *times)
+        unit = common_time(*times)
+        timeline = simulate(schedule, *(int(time / unit) for time in times))
         if options.png:
-            draw(timeline, options.png, heading)
+            draw(timeline, options.png, heading, unit)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     column = column_time(*times)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print(f"{heading}; a column is {float(column):g}\n\n{grid(timeline, column, width)}\n\n{summary(timeline)}")
+    drawn = grid(timeline, column / unit, width)
+    print(f"{heading}; a column is {float(column):g}\n\n{drawn}\n\n{summary(timeline, unit)}")
     if options.program is not None:
         print(f"\nrank {options.program}\n{program_text(schedule, options.program)}")
 

@@ -1,6 +1,6 @@
 """Whether parallel sizes fit the ranks, and batches fit the parallel sizes; complaints name the nearest that do."""
 
-from megatron.data.batch_sizes import BatchSchedule
+from megatron.data.batch_sizes import BatchSchedule, RampUp
 from megatron.pipeline.nearest import nearest_words
 
 
@@ -34,11 +34,25 @@ def ramp_up_problems(schedule: BatchSchedule, micro: int, data: int, group: int)
     """What is wrong with a ramp-up of the global batch, all of whose sizes must be cut so."""
     found, ramp, together = schedule.problems(), schedule.ramp_up, micro * data * group
     if not found and ramp is not None and (ramp.start % together or ramp.increment % together):
+        near = f"the nearest that lead to {schedule.global_batch_size} samples are"
         found.append(
             f"--rampup-batch-size {ramp.start} {ramp.increment} {ramp.samples}: start and increment must be "
-            f"multiples of the micro batch times the data-parallel size{_times(group)}, which is {together}"
+            f"multiples of the micro batch times the data-parallel size{_times(group)}, which is {together}; "
+            f"{near} {_nearest_ramp_up(schedule, ramp, together)}"
         )
     return found
+
+
+def _nearest_ramp_up(schedule: BatchSchedule, ramp: RampUp, together: int) -> str:
+    """Start and increment, multiples of `together`, that are least changed and lead to the global batch."""
+    total = schedule.global_batch_size  # such a multiple itself
+    pairs = []
+    for increment in range(together, total + 1, together):
+        most = (total - together) // increment
+        steps = min(max(round((total - ramp.start) / increment), 0), most)
+        pairs.append((total - steps * increment, increment))
+    start, increment = min(pairs, key=lambda pair: abs(pair[0] - ramp.start) + abs(pair[1] - ramp.increment))
+    return f"{start} and {increment}"
 
 
 def _times(group: int) -> str:

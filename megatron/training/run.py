@@ -193,6 +193,8 @@ def check_replicas(model: nn.Module) -> None:
     Two all-reduces over the data group, of one float64 for each parameter.
     """
     named = list(model.named_parameters())
+    if not named:  # a stage that only calculates, on all replicas alike
+        return
     sums = torch.stack([_fingerprint(parameter) for _, parameter in named])  # [parameters]
     lowest, highest = sums.clone(), sums.clone()
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=mpu.get_data_parallel_group())

@@ -129,8 +129,36 @@ def test_mistakes_are_told_together_and_end_with_2(capsys: pytest.CaptureFixture
     main = runpy.run_path(str(REPOSITORY / "tools/check_layout.py"))["main"]
     assert main([*RUN, "--max-ranks", "1"]) == 2
     assert capsys.readouterr().err == "error: --max-ranks 1: it must be at least 2\n"
+    assert main([*RUN, "--steps", "0", "--max-ranks", "1", "--pipeline-model-parallel-size", "3", "--timeout"]) == 2
+    sentences = capsys.readouterr().err.splitlines()
+    assert "error: --timeout: no value follows it; it must be a number" in sentences
+    assert any(line.startswith("error: --num-layers 8: it must be a multiple of") for line in sentences)
+    assert main([*RUN, "--steps", "0", "--max-ranks", "1", "--pipeline-model-parallel-size", "3"]) == 2
+    sentences = capsys.readouterr().err.splitlines()
+    assert sentences[:2] == ["error: --steps 0: it must be at least 1", "error: --max-ranks 1: it must be at least 2"]
+    assert any(line.startswith("error: --num-layers 8: it must be a multiple of") for line in sentences)
     assert main([*RUN, "--pipeline-model-parallel-size", "3", "--script", "absent.py", "--stages", "4"]) == 2
     sentences = capsys.readouterr().err.splitlines()
     assert "error: --script absent.py: there is no such file" in sentences
     assert any(line.startswith("error: --stages is not known") for line in sentences)
     assert any(line.startswith("error: --num-layers 8: it must be a multiple of") for line in sentences)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--rank 2", "--rank 2: it needs --dry-run"),
+        ("--dry-run --rank 5000", "--rank 5000: it must be below the number of ranks, which is 1"),
+        ("--dry-run --script README.md", "--script README.md: --dry-run plans the model of pretrain_gpt.py"),
+        ("--script README.md", "--script README.md: it cannot be read as Python ("),
+    ],
+)
+def test_a_mistake_of_the_check_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: str, sentence: str
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    main = runpy.run_path(str(REPOSITORY / "tools/check_layout.py"))["main"]
+    assert main([*RUN, *words.split()]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert any(line.startswith(f"error: {sentence}") for line in told)
+    assert len(told) == 1

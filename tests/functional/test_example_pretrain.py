@@ -35,7 +35,8 @@ def dry_run(script: str, *flags: str, **variables: str) -> list[str]:
     """The words of the command that `script` would run."""
     done = start(script, *flags, **{"DRY_RUN": "1", "SAVE": "/data/run"} | DATA | variables)
     assert done.returncode == 0, done.stderr
-    return shlex.split(done.stdout)
+    words = shlex.split(done.stdout)
+    return words[words.index("torchrun") :]
 
 
 def config_of(words: list[str], ranks: int) -> RunConfig:
@@ -157,6 +158,7 @@ def test_memory_that_the_examples_tell_is_what_the_formulas_give() -> None:
         "4.4 GB": rank * (4 + 12 / 64) / 1e9,
         "16.7 GB": rank * 16 / 1e9,
         "3.6 GB": l * activation_bytes(s, b, h, n, t=t, recompute="full") / 1e9,
+        "0.5 GB instead": l * activation_bytes(s, b, h, n, t=t, recompute="full") / t / 1e9,
         "0.5 GB at most": activation_bytes(s, b, h, n, t=t) / 1e9,
         "23.6 GB": l * activation_bytes(s, b, h, n, t=t, fused_attention=True) / 1e9,
         "32.6 GB": l * activation_bytes(s, b, h, n, t=t) / 1e9,
@@ -197,6 +199,20 @@ def test_the_small_example_is_gpt2_medium_on_one_rank(precision: str) -> None:
     assert config.batch_sizes(1).num_micro_batches == 16
 
 
+@pytest.mark.parametrize("script", [BIG, HUGE, SMALL])
+def test_a_dry_run_needs_nothing_set(script: str) -> None:
+    done = start(script, DRY_RUN="1", PRECISION="bf16", PATH="/usr/bin:/bin")
+    assert (done.returncode, done.stderr) == (0, "")
+    words = shlex.split(done.stdout)
+    for flag, name in {"--data-path": "DATA_PATH", "--vocab-file": "VOCAB_FILE", "--save": "SAVE"}.items():
+        assert words[words.index(flag) + 1] == name
+    variables = words[: words.index("torchrun")]
+    assert "OMP_NUM_THREADS=1" in variables
+    assert ("CUDA_DEVICE_MAX_CONNECTIONS=1" in variables) == (script != SMALL)
+    if script != SMALL:
+        assert "--node-rank NODE_RANK --master-addr MASTER_ADDR" in done.stdout
+
+
 def test_further_flags_win() -> None:
     assert config_of(dry_run(SMALL, "--train-iters", "300000", PRECISION="bf16"), 1).training.train_iters == 300_000
 
@@ -233,6 +249,13 @@ def toy_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = run_command(["bash", "-euc", making])
     assert done.returncode == 0, done.stderr
     return folder
+
+
+def test_a_dry_run_at_toy_size_makes_no_folder(tmp_path: Path) -> None:
+    done = start(SMALL, TOY="1", DRY_RUN="1", TMPDIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert f"{tmp_path}/" in done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 def toy_folder(toy_data: Path, path: Path) -> Path:
@@ -303,7 +326,7 @@ def test_the_batch_script_runs_an_example_on_every_node(tmp_path: Path, script: 
     for node in range(2):
         words = shlex.split((tmp_path / f"{node}.log").read_text())
         assert shlex.join(words).startswith(
-            f"torchrun --nproc-per-node {ranks} --nnodes 2 --node-rank {node} --master-addr localhost "
+            f"CUDA_DEVICE_MAX_CONNECTIONS=1 OMP_NUM_THREADS=1 torchrun --nproc-per-node {ranks} --nnodes 2 --node-rank {node} --master-addr localhost "
             "--master-port 24567 "
         )
         assert words[-2:] == ["--seed", "7"]

@@ -1,14 +1,21 @@
 """Pipelines, virtual stages too, mixed with all else: the run of one rank; and what each rank really did."""
 
+import math
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
 
+from megatron import mpu
 from megatron.pipeline import Action, Exchange, PipelineConfig, programs
 from megatron.pipeline.executor import Event, run_program
 from megatron.training import pipeline as pipeline_room
+from megatron.training.losses import Losses, LossRanks, NonFiniteLoss
+from megatron.training.run import check_replicas
 from megatron.training.timers import TIMERS
 from tests.harness.closeness import assert_close
 from tests.harness.ranks import Ranks
@@ -184,3 +191,41 @@ def test_what_the_last_stage_tells(ranks: Ranks, data_path: str) -> None:
     for step in steps:
         assert step.keys() - plain[0].keys() == times
         assert all(0 < step[f"{name}-min-ms"] <= step[f"{name}-max-ms"] for name in TIMERS)
+
+
+def test_there_is_no_dropout_while_evaluating(ranks: Ranks, data_path: str) -> None:
+    """An evaluation of the weights at the start is that of a run of one rank without dropout."""
+    none = {"train_iters": 0, "lr_warmup_iters": 0, "params_dtype": "float64"}
+    expected = reporting(run(ranks, data_path, (1, 1, 1, 1), [], **none)).evaluations
+    dropping = {"hidden_dropout": 0.5, "attention_dropout": 0.5}
+    for layout in ((1, 2, 2, 1), (2, 2, 1, 1)):
+        found = reporting(run(ranks, data_path, layout, [], **none, **dropping)).evaluations
+        assert len(found) == len(expected) > 0
+        assert_close([e["loss"] for e in found], [e["loss"] for e in expected], 1e-9)
+
+
+def first_wrong(rank: int, world_size: int, wrong: list[tuple[int, int]]) -> tuple[int, int]:
+    """Of three micro-batches on replicas of one rank each; `wrong` are (rank, micro-batch) whose loss is infinite."""
+    world = mpu.resolve_group(dist.group.WORLD)
+    losses = Losses("tokens", LossRanks(data=world, everyone=world), torch.device("cpu"))
+    for number in range(3):
+        losses.add(torch.tensor(math.inf if (rank, number) in wrong else 1.0), torch.tensor(1.0))
+    with pytest.raises(NonFiniteLoss) as caught:
+        losses.check()
+    return caught.value.rank, caught.value.micro_batch
+
+
+def test_the_first_loss_that_is_not_finite_is_named_on_all_replicas(ranks: Ranks) -> None:
+    assert ranks(3, first_wrong, [(0, 2), (1, 1), (2, 1)]) == [(1, 1)] * 3
+    assert ranks(3, first_wrong, [(2, 2)]) == [(2, 2)] * 3
+
+
+class Halving(nn.Module):
+    """A stage that only calculates."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+
+def test_replicas_without_parameters_are_equal() -> None:
+    check_replicas(Halving())

@@ -6,7 +6,7 @@ import runpy
 import pytest
 
 from megatron.base.formulas import gpt_parameters, layer_parameters, padded_vocab_size
-from megatron.parity.dry_run import parameter_bytes, plan_rank
+from megatron.parity.dry_run import activation_bytes_of_rank, parameter_bytes, plan, plan_rank
 from megatron.pipeline import Action, peak_in_flight
 from megatron.training.arguments import parse_composed
 from megatron.training.config import RunConfig
@@ -65,4 +65,35 @@ def test_the_tool_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"take {34 * 2048 * 25_600 / 8 * 2 * in_flight / 1e9:.1f} GB" in lines[3]
     assert lines[-1] == "pipeline of 512 micro-batches: the bubble is (p - 1)/(v m) = 12.30% of the ideal time"
     assert main(["--dry-run", "--world-size", str(RANKS), "--rank", "3072", *FLAGS]) == 2
-    assert "rank 3072: it must be at least 0 and below the world size 3072" in capsys.readouterr().err
+    assert capsys.readouterr().err == "error: --rank 3072: it must be below the number of ranks, which is 3072\n"
+    assert lines[5] == "  from stage to stage goes a tensor of shape [256, 1, 25600] on this rank, 13.1 MB"
+
+
+def small(*words: str) -> RunConfig:
+    line = [*FLAGS, "--num-layers", "5", "--pipeline-model-parallel-size", "1", *words]
+    return parse_composed(RunConfig, line, world_size=8, check_inputs=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "inputs", "whole", "peak"),
+    [
+        ("", 0, 5, ""),
+        ("--recompute-granularity full", 5, 0, ", and 1 whole layer more at the peak"),
+        ("--recompute-granularity full --recompute-num-layers 2", 3, 0, ", and 2 whole layers more at the peak"),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
+            2,
+            3,
+            ", and 1 whole layer more at the peak",
+        ),
+    ],
+)
+def test_only_what_is_recomputed_keeps_its_input_alone(words: str, inputs: int, whole: int, peak: str) -> None:
+    """Of table 2 of arXiv:2205.05198, over 8 tensor ranks with sequence parallelism, without the s x s matrices."""
+    config, tokens = small(*words.split()), 2048 * 25_600 / 8
+    stages = config.stages_of(0, VOCAB_SIZE)
+    assert activation_bytes_of_rank(config, stages, 3) == 3 * tokens * (2 * inputs + 34 * whole)
+    lines = plan(config, 8, 0)
+    assert lines[3].endswith(" GB" + peak)
+    assert "at most 1 forward pass waits for the backward pass" in lines[3]
+    assert not any("stage to stage" in line for line in lines)

@@ -1,6 +1,7 @@
 """`python -m megatron.pipeline.show`: the grid is the timeline, the figures are right, complaints are sentences."""
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.pipeline import build_schedule
+from megatron.pipeline import build_schedule, picture, show
 from megatron.pipeline.grid import column_time, grid, label
 from megatron.pipeline.show import main
 from megatron.pipeline.simulate import simulate
@@ -115,11 +116,39 @@ def test_other_schedules_and_the_program_of_a_rank(capsys: pytest.CaptureFixture
         ("--transfer-time -1", "--transfer-time -1: it must be at least 0\n"),
         ("--backward-time long", "argument --backward-time: long: it must be a number\n"),
         ("--program 4", "--program 4: it must be a rank, from 0 to 3\n"),
-        ("--pp 0", "numbers from 1, and more than one chunk only with more than one rank\n"),
+        ("--pp 0 --microbatches 0", "--pp 0: it must be at least 1\n--microbatches 0: it must be at least 1\n"),
+        ("--pp 1 --vpp 2", "--vpp 2: with --pp 1 it must be 1\n"),
+        (
+            "--microbatches 1 --vpp 2",
+            "1 micro-batch: with virtual stages their number must be"
+            " a multiple of --pipeline-model-parallel-size 4; the nearest is 4\n",
+        ),
     ],
 )
 def test_complaints(capsys: pytest.CaptureFixture[str], flags: str, sentence: str) -> None:
     assert complaint(capsys, *flags.split()).endswith(sentence)
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_computed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(show, "build_schedule", None)
+    assert complaint(capsys, "--png", f"{tmp_path}/absent/a.png").endswith(f": there is no folder {tmp_path}/absent\n")
+    assert complaint(capsys, "--png", str(tmp_path)) == f"--png {tmp_path}: it is a folder\n"
+
+
+def test_times_are_those_of_the_flags_whatever_they_are_counted_in(capsys: pytest.CaptureFixture[str]) -> None:
+    """A schedule is simulated in whole numbers of the time that goes into all of them."""
+    plain = shown(capsys, "--pp", "3", "--transfer-time", "1").split("\n")
+    short = shown(capsys, "--pp", "3", "--forward-time", "0.1", "--backward-time", "0.2", "--transfer-time", "0.1")
+    lines = short.split("\n")
+    assert lines[0] == plain[0].replace("column is 1", "column is 0.1")
+    assert lines[1:5] == plain[1:5]
+    at = next(i for i, line in enumerate(plain) if line.startswith("time "))
+    assert float(lines[at].split()[1].rstrip(",")) == pytest.approx(float(plain[at].split()[1].rstrip(",")) / 10)
+    assert lines[at].split(",")[1] == plain[at].split(",")[1]
+    for mine, theirs in zip(lines[-4:-1], plain[-4:-1], strict=True):
+        assert float(mine.split()[-1]) == pytest.approx(float(theirs.split()[-1]) / 10)
 
 
 def test_without_matplotlib_a_picture_is_refused_in_a_sentence(
@@ -135,6 +164,22 @@ def test_a_picture_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     path = tmp_path / "a.png"
     shown(capsys, "--vpp", "2", "--png", str(path))
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_all_passes_of_a_rank_are_one_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    figure, axes, colormaps = picture._figure(8, 2)
+    monkeypatch.setattr(picture, "_figure", lambda width, height: (figure, axes, colormaps))
+    timeline = simulate(build_schedule("1f1b", 2, 4, 2), 1, 2)
+    picture.draw(timeline, os.devnull, "title", Fraction("0.5"))
+    assert len(axes.collections) == 2 and not axes.patches
+    for rank, bars in enumerate(axes.collections):
+        spans = [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in bars.get_paths()]
+        assert [(2 * start, 2 * end) for start, end in spans] == list(
+            zip(timeline.starts[rank], timeline.ends[rank], strict=True)
+        )
+        kinds = {a.kind for a in timeline.schedule.actions[rank]}
+        assert len({tuple(colour) for colour in bars.get_facecolors()}) == len(kinds) * 2
 
 
 def test_it_runs_as_a_module_and_the_room_s_plain_half_needs_no_torch() -> None:

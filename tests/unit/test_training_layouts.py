@@ -5,8 +5,10 @@ import dataclasses
 import pytest
 
 from megatron.base.complaints import ConfigError
+from megatron.data.batch_sizes import BatchSchedule, RampUp
 from megatron.training.arguments import parse_composed
 from megatron.training.config import RunConfig
+from megatron.training.fitting import ramp_up_problems
 from tests.harness.runs import flags
 
 P, EACH = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
@@ -102,5 +104,17 @@ def test_a_ramp_up_must_fit_virtual_stages_at_every_step() -> None:
         parse_composed(RunConfig, line, world_size=2, check_inputs=False)
     assert caught.value.problems == [
         "--rampup-batch-size 2 2 40: start and increment must be multiples of the micro batch times the data-parallel "
-        "size times --pipeline-model-parallel-size 2, for the virtual stages, which is 4"
+        "size times --pipeline-model-parallel-size 2, for the virtual stages, which is 4; the nearest "
+        "that lead to 8 samples are 4 and 4"
     ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "total", "group", "told"),
+    [((16, 12, 99), 64, 8, "16 and 8"), ((6, 6, 99), 24, 4, "8 and 4"), ((30, 2, 99), 32, 8, "32 and 8")],
+)
+def test_the_nearest_ramp_up_is_legal_itself(asked: tuple[int, int, int], total: int, group: int, told: str) -> None:
+    sentence = ramp_up_problems(BatchSchedule(total, RampUp(*asked)), 1, 1, group)[0]
+    assert sentence.endswith(f"; the nearest that lead to {total} samples are {told}")
+    start, increment = map(int, told.split(" and "))
+    assert ramp_up_problems(BatchSchedule(total, RampUp(start, increment, 99)), 1, 1, group) == []
