@@ -15,8 +15,13 @@
 #   TOY=1 bash examples/pretrain_gpt_175B.sh        runs it at toy size, on four ranks of the CPU
 #   DRY_RUN=1 ...                                   prints the command and runs nothing
 #
-# and `python tools/check_layout.py --world-size 1024` with the flags that DRY_RUN=1 prints trains a model shrunk from
-# this one on eight ranks and in one process, and compares; with --dry-run too it shows what each rank will hold.
+# and without a GPU or any file of the run
+#
+#   DRY_RUN=1 bash examples/pretrain_gpt_175B.sh | sed 's/.*pretrain_gpt.py //' |
+#     xargs python tools/check_layout.py --world-size 1024
+#
+# trains a model shrunk from this one on eight ranks and in one process, and compares; with --dry-run behind the last
+# word it shows what a rank will hold.
 set -euo pipefail
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$repository/examples/pretraining.sh"
@@ -51,7 +56,7 @@ model=(
 #       (p - 1)/(v m) of the ideal time, is 2.6 % at the full batch of m = 192 micro-batches and not 7.8 %, and 31 % and
 #       not 94 % at the first one of 16. It costs three times as many messages and 1.31 times the activations of the
 #       first rank. One layer a stage would halve the bubble again, for twice the messages.
-#       `python -m megatron.pipeline.show --pp 16 --vpp 3 --microbatches 192` draws it.
+#       `python -m megatron.pipeline.show --pp 16 --vpp 3 --microbatches 32` draws it, for a batch that fits a screen.
 layout=(
   --tensor-model-parallel-size 8
   --sequence-parallel

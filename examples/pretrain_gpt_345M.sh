@@ -35,9 +35,12 @@ model=(
 # loss scale is for those before, and for PRECISION=fp16. A CPU multiplies BF16 much faster than FP16.
 best_precision() {
   python - <<'PYTHON'
-import torch
+try:
+    import torch
 
-on_old_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+    on_old_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+except ImportError:
+    on_old_gpu = False
 print("fp16" if on_old_gpu else "bf16")
 PYTHON
 }

@@ -13,6 +13,14 @@
 #   TOY=1 bash examples/pretrain_gpt_8.3B.sh        runs it at toy size, on four ranks of the CPU
 #   DRY_RUN=1 ...                                   prints the command and runs nothing
 #
+# and without a GPU or any file of the run
+#
+#   DRY_RUN=1 bash examples/pretrain_gpt_8.3B.sh | sed 's/.*pretrain_gpt.py //' |
+#     xargs python tools/check_layout.py --world-size 512
+#
+# trains a model shrunk from this one on eight ranks and in one process, and compares; with --dry-run behind the last
+# word it shows what a rank will hold.
+#
 # What the nodes need: the files named above and SAVE under the same names everywhere (a shared file system), and an
 # environment with this repository. A V100 needs PyTorch 2.9 or 2.10 (`pip install "torch<2.11"` first): wheels of later
 # versions no longer hold kernels for it, and the first operation ends with "no kernel image is available".
@@ -46,6 +54,8 @@ model=(
 # and wait for most of it: they must sit behind one NVSwitch. Ranks 0-7 and 8-15 of each node are two replicas. Sixteen
 # would fit a node too, but 24 heads do not divide by it and the slices get thin; four would leave a rank 2.1e9
 # parameters, 33 GB of them and their optimizer state unless that is sharded.
+# There is no --sequence-parallel, as the published run had none. With recomputation it would have less to save, inputs of
+# 0.5 GB instead of 3.6, and its price is the same: each layer's backward pass gathers its inputs once more.
 layout=(
   --tensor-model-parallel-size 8
 )

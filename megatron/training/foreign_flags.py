@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 _ALWAYS_FLAT = "gradients always lie in contiguous buffers, and --overlap-grad-reduce says when they are reduced"
 _BEST_KERNEL = "there is one form of each operation, the fastest that PyTorch has for the device"
+_ONE_MODEL = "there is one implementation of the model"
 _ALL_TO_TENSORBOARD = "every number of the log line goes to TensorBoard"
 
 # What means nothing here, so that old scripts start: the name, followed by VALUE where the flag takes one, and why.
@@ -31,6 +32,11 @@ IGNORED: Mapping[str, str] = {
     "log-validation-ppl-to-tensorboard": _ALL_TO_TENSORBOARD,
     "no-log-learnig-rate-to-tensorboard": _ALL_TO_TENSORBOARD,  # so spelt there
     "no-log-loss-scale-to-tensorboard": _ALL_TO_TENSORBOARD,
+    "use-mcore-models": _ONE_MODEL,
+    "use-legacy-models": _ONE_MODEL,
+    "transformer-impl VALUE": _ONE_MODEL,
+    "use-flash-attn": "--attention-backend fused, the default, is the fastest kernel that PyTorch has for the device",
+    "log-throughput": "the log line always has tokens and TFLOP/s",
 }
 
 # What has another name here, and how to ask for it.
@@ -39,6 +45,7 @@ RENAMED: Mapping[str, str] = {
     "activations-checkpoint-method": "--recompute-granularity full with --recompute-method",
     "activations-checkpoint-num-layers": "--recompute-granularity full with --recompute-num-layers",
     "recompute-activations": "--recompute-granularity selective",
+    "norm-epsilon": "--layernorm-epsilon",
 }
 
 # What is not here: a launch script that relies on it must not start.
@@ -49,5 +56,14 @@ UNSUPPORTED = frozenset(
     override-lr-scheduler use-checkpoint-lr-scheduler exit-duration-in-mins exit-signal-handler
     apply-residual-connection-post-layernorm openai-gelu init-method-xavier-uniform log-params-norm
     log-num-zeros-in-grad
+    position-embedding-type no-position-embedding rotary-base rotary-percent rotary-seq-len-interpolation-factor
+    use-rotary-position-embeddings use-rope-scaling
+    normalization apply-layernorm-1p qk-layernorm swiglu squared-relu disable-bias-linear add-qkv-bias
+    group-query-attention num-query-groups multi-latent-attention
+    num-experts expert-model-parallel-size expert-tensor-parallel-size
+    moe-router-topk moe-router-load-balancing-type moe-aux-loss-coeff moe-grouped-gemm moe-token-dispatcher-type
+    context-parallel-size cp-comm-type tp-comm-overlap
+    fp8-format fp8-margin fp8-amax-history-len fp8-amax-compute-algo fp8-param-gather
+    ckpt-format dist-ckpt-format use-dist-ckpt
     """.split()  # noqa: SIM905 - as a list it would be a page
 )

@@ -13,7 +13,7 @@ from megatron.pipeline import bubble, peak_in_flight, show
 from tests.harness.launch import REPOSITORY, run_command
 
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-TOOLS = ("preprocess_data", "train_tokenizer", "build_index", "check_layout")
+TOOLS = ("preprocess_data", "train_tokenizer", "build_index", "check_layout", "convert_checkpoint")
 PROGRAMS = ["pretrain_gpt.py", "megatron/pipeline/show.py", *(f"tools/{name}.py" for name in TOOLS)]
 OTHERS = {"--nproc-per-node", "--prompt", "--world-size"}  # of torchrun, and of tools that are not asked
 
@@ -82,6 +82,21 @@ def test_a_pipeline_s_closed_forms_are_those_of_the_code() -> None:
             code = [re.sub(r"([\w)]) (?=[\w(])", r"\1 * ", formula) for formula in formulas]
             values = [eval(words, {}, known) for words in code]
             assert values == [bubble(p, v, m), peak_in_flight(name, p, v, m, r)]
+
+
+def test_flags_of_a_launch_script_reach_the_check() -> None:
+    """The line of docs/pipelines.md as it stands, and those of the launch scripts, where nothing is set."""
+    text = (REPOSITORY / "docs/pipelines.md").read_text(encoding="utf-8")
+    line = next(block for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if "DRY_RUN" in block)
+    done = run_command(["bash", "-euo", "pipefail", "-c", line])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("rank 0 of 1024: tensor rank 0 of 8, pipeline rank 0 of 16, data rank 0 of 8\n")
+    assert "192 micro-batches" in done.stdout
+    for size in ("8.3B", "175B"):
+        script = (REPOSITORY / f"examples/pretrain_gpt_{size}.sh").read_text(encoding="utf-8")
+        piped = re.findall(r"^#   DRY_RUN=1 (.*\|)\n#     (xargs .*)$", script, re.M)
+        expected = line.replace("175B", size).replace(" --dry-run", "").split()[1:]
+        assert " ".join(piped[0]).split() == [word if word != "1024" or size == "175B" else "512" for word in expected]
 
 
 @pytest.mark.slow

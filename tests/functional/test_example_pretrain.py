@@ -326,7 +326,8 @@ def test_the_batch_script_runs_an_example_on_every_node(tmp_path: Path, script: 
     for node in range(2):
         words = shlex.split((tmp_path / f"{node}.log").read_text())
         assert shlex.join(words).startswith(
-            f"CUDA_DEVICE_MAX_CONNECTIONS=1 OMP_NUM_THREADS=1 torchrun --nproc-per-node {ranks} --nnodes 2 --node-rank {node} --master-addr localhost "
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 OMP_NUM_THREADS=1 "
+            f"torchrun --nproc-per-node {ranks} --nnodes 2 --node-rank {node} --master-addr localhost "
             "--master-port 24567 "
         )
         assert words[-2:] == ["--seed", "7"]

@@ -48,6 +48,14 @@ def test_code_is_the_example_file(readme: str, repository: Path) -> None:
     assert code == [(repository / "examples" / "mpu_mlp.py").read_text(encoding="utf-8")]
 
 
+def test_the_conversion_is_one_that_the_tool_takes(readme: str) -> None:
+    """All that is wrong with it here is that its source is not there."""
+    words = command(readme, "tools/convert_checkpoint.py")
+    done = run_command(words)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["error: --load gpt2: there is no such folder"]
+
+
 def test_flags_of_the_pretraining_command_are_right_for_its_ranks(readme: str) -> None:
     words = command(readme, "pretrain_gpt.py")
     ranks = int(words[words.index("--nproc-per-node") + 1])

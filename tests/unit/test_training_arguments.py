@@ -221,6 +221,15 @@ def test_flags_for_what_is_not_here_are_refused_by_name() -> None:
     ]
 
 
+def test_later_flags_for_what_is_not_here_are_refused_with_their_values() -> None:
+    line = "--position-embedding-type rope --swiglu --num-experts 8 --normalization=RMSNorm --ckpt-format torch_dist"
+    with pytest.raises(ConfigError) as caught:
+        parse_composed(RunConfig, [*flags("data"), *line.split()], world_size=1, check_inputs=False)
+    names = ("position-embedding-type", "swiglu", "num-experts", "normalization", "ckpt-format")
+    told = "is a flag of Megatron-LM for something that is not supported here"
+    assert caught.value.problems == [f"--{name} {told}" for name in names]
+
+
 def test_flags_that_have_another_name_here_are_refused_with_it() -> None:
     line = "--activations-checkpoint-method uniform --activations_checkpoint_num_layers=2 --recompute-activations"
     with pytest.raises(ConfigError) as caught:
