@@ -204,13 +204,12 @@ def check_replicas(model: nn.Module) -> None:
             raise ValueError(f"the parameter {name} does not start equal on all data-parallel replicas of the model")
 
 
-def count_parameters(model: nn.Module) -> int:
+def count_parameters(model: nn.Module, device: torch.device) -> int:
     """Parameters of the whole model, of which this rank has a part. One all-reduce of an integer over the pipeline."""
     copies = duplicate_parameters(model)
     own = {name: sharding for name, sharding in mpu.parameter_shardings(model).items() if name not in copies}
-    total = torch.tensor(sum(torch.Size(s.global_shape).numel() for s in own.values()))
+    total = torch.tensor(sum(torch.Size(s.global_shape).numel() for s in own.values()), device=device)
     if mpu.get_pipeline_model_parallel_world_size() > 1:
-        total = total.to(next(model.parameters()).device)
         dist.all_reduce(total, group=mpu.get_pipeline_model_parallel_group())
     return int(total.item())
 

@@ -80,8 +80,8 @@ def description(run: Run) -> str:
     sequence = " (sequence parallel)" if config.distributed.sequence_parallel else ""
     optimizer = " (sharded optimizer)" if run.trainee.optimizer.sharded else ""
     return (
-        f"{count_parameters(run.trainee.model):,} parameters in {dtype} on {world.size} ranks ({world.device.type}): "
-        f"tensor {tensor}{sequence}, {_pipeline_words(run)}data {data}{optimizer}; global batch "
+        f"{count_parameters(run.trainee.model, world.device):,} parameters in {dtype} on {world.size} ranks "
+        f"({world.device.type}): tensor {tensor}{sequence}, {_pipeline_words(run)}data {data}{optimizer}; global batch "
         f"{sizes.global_batch_size} = micro batch {sizes.micro_batch_size} x {sizes.num_micro_batches} x data{ramped}; "
         f"{run.train_iters} iterations"
     )
