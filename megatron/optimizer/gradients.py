@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
@@ -50,7 +51,8 @@ class GradientReducer:
         numbers = {name: number for number, bucket in enumerate(self._ordered) for name in bucket.parameters}
         for bucket in buckets:
             for name, parameter in bucket.parameters.items():
-                parameter.register_post_accumulate_grad_hook(functools.partial(self._take, numbers.get(name), name))
+                hook = functools.partial(_take_by, weakref.ref(self), numbers.get(name), name)
+                parameter.register_post_accumulate_grad_hook(hook)
 
     def zero(self) -> None:
         """Start an iteration: all gradients are zero."""
@@ -145,6 +147,13 @@ class GradientReducer:
                 "at the end of the backward pass, not during it",
                 ", ".join(unused),
             )
+
+
+def _take_by(reducer: "weakref.ref[GradientReducer]", number: int | None, name: str, parameter: Tensor) -> None:
+    """The hook of a parameter. It does not keep the reducer, which keeps the parameter: that would free neither ever."""
+    owner = reducer()
+    if owner is not None:
+        owner._take(number, name, parameter)
 
 
 def _too_late(name: str) -> RuntimeError:

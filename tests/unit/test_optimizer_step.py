@@ -1,7 +1,9 @@
 """One optimizer in one process: AdamW's arithmetic, clipping, decay groups, refusals, state for checkpoints."""
 
 import copy
+import gc
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -101,6 +103,16 @@ def test_clipping_scales_to_the_limit() -> None:
     gradients = torch.cat([g.flatten().double() for g in optimizer.gradients().values()])
     assert norm > 0.01
     assert gradients.norm().item() == pytest.approx(0.01, rel=1e-4)
+
+
+def test_what_is_dropped_is_freed() -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    train(model, optimizer, range(2))
+    kept = weakref.ref(optimizer)
+    del model, optimizer
+    gc.collect()
+    assert kept() is None
 
 
 def test_only_matrices_are_decayed() -> None:
