@@ -150,7 +150,7 @@ class GradientReducer:
 
 
 def _take_by(reducer: "weakref.ref[GradientReducer]", number: int | None, name: str, parameter: Tensor) -> None:
-    """The hook of a parameter. It does not keep the reducer, which keeps the parameter: that would free neither ever."""
+    """The hook of a parameter. It does not keep the reducer, which keeps the parameter: neither would ever be freed."""
     owner = reducer()
     if owner is not None:
         owner._take(number, name, parameter)
