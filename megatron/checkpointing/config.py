@@ -15,10 +15,20 @@ class CheckpointConfig(Config):
     save: str | None = flag(None, "folder to which checkpoints are saved; none are if not given")
     load: str | None = flag(None, "folder from whose latest checkpoint the run starts")
     save_interval: int | None = flag(None, "iterations between checkpoints; one at the end of the run in any case")
+    keep_last: int | None = flag(None, "keep this many checkpoints below --save, the newest; all if not given")
+    async_save: bool = flag(False, "train on while a checkpoint is written, from a copy in the host's memory")
+    max_failed_saves: int = flag(3, "saves that may fail one after another before the run ends; each is told")
+    ckpt_step: int | None = flag(None, "iteration of the checkpoint to load; the tracker's if not given")
+    load_fallback: bool = flag(False, "where the checkpoint to load is damaged, take the newest earlier whole one")
+    finetune: bool = flag(False, "take the weights alone from --load, and begin at iteration 0")
+    load_optim: bool = flag(True, "take the optimizer's state from --load")
+    load_rng: bool = flag(True, "take the states of random generators from --load")
+    accept_data_change: bool = flag(False, "go on with other data, split, sequence length or batch size than before")
 
     def problems(self) -> list[str]:
         """One sentence for each contradiction and each folder that cannot be one."""
-        found = minimum_problems(self, 1, "save_interval")
+        found = minimum_problems(self, 1, "save_interval", "keep_last", "max_failed_saves")
+        found += minimum_problems(self, 0, "ckpt_step")
         if self.save_interval is not None and self.save is None:
             found.append(f"--save-interval {self.save_interval}: it needs --save, the folder to save to")
         for name, folder in (("--save", self.save), ("--load", self.load)):

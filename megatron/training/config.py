@@ -56,6 +56,7 @@ class TrainingConfig(Config):
     eval_iters: int = flag(100, "global batches of one evaluation; 0 for none")
     eval_at_start: bool = flag(False, "evaluate before the first iteration too")
     exit_interval: int | None = flag(None, "end the run when the iteration is a multiple of this")
+    exit_duration_in_mins: float | None = flag(None, "save and end the run after so many minutes")
     check_for_nan_in_loss: bool = flag(
         True, "end the run at a loss that is not finite, naming rank and samples; --fp16 skips the step instead"
     )

@@ -52,8 +52,7 @@ RENAMED: Mapping[str, str] = {
 UNSUPPORTED = frozenset(
     """
     fp32-residual-connection fp16-lm-cross-entropy
-    finetune no-load-optim no-load-rng no-save-optim no-save-rng ckpt-step
-    override-lr-scheduler use-checkpoint-lr-scheduler exit-duration-in-mins exit-signal-handler
+    no-save-optim no-save-rng override-lr-scheduler use-checkpoint-lr-scheduler exit-signal-handler
     apply-residual-connection-post-layernorm openai-gelu init-method-xavier-uniform log-params-norm
     log-num-zeros-in-grad
     position-embedding-type no-position-embedding rotary-base rotary-percent rotary-seq-len-interpolation-factor

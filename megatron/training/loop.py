@@ -13,6 +13,7 @@ from megatron.training.failure import mistakes
 from megatron.training.losses import NonFiniteLoss
 from megatron.training.observers import Audience, Observer
 from megatron.training.pipeline import Batch, ForwardStep
+from megatron.training.resuming import restore
 from megatron.training.run import (
     SPLITS,
     DatasetProvider,
@@ -24,9 +25,10 @@ from megatron.training.run import (
     check_vocabulary,
     sample_counts,
 )
+from megatron.training.saving import save
 from megatron.training.setup import World, distributed_world, world_size
 from megatron.training.start import description, new_model, new_optimizer, new_pipeline, open_outputs
-from megatron.training.state import RunState, Trainee, restore, save
+from megatron.training.state import RunState, Trainee
 from megatron.training.step import Step, evaluate, train_step
 from megatron.training.throughput import Interval, memory_gib
 from megatron.training.timers import Timers

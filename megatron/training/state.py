@@ -1,9 +1,8 @@
-"""How far a run has come, and how its whole state goes into a checkpoint and comes back."""
+"""How far a run has come, and what a checkpoint holds of it."""
 
 import dataclasses
-import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
@@ -11,13 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron import mpu
-from megatron.base.complaints import raise_joined
-from megatron.checkpointing import iteration_to_load, load_checkpoint, read_state, save_checkpoint
 from megatron.checkpointing.placed import Place, Placed
 from megatron.optimizer import Optimizer
-from megatron.training.config import RunConfig
-from megatron.training.setup import World
-from megatron.training.stored import PROGRESS, changes, check_complete, format_differences, model_differences
 
 # What a buffer of the model is called among the tensors of one rank, before its name.
 _BUFFER = "buffer:"
@@ -110,76 +104,3 @@ def model_signature(model: nn.Module) -> dict[str, Any]:
     """What the model says of itself by `signature()`: equal signatures mean that weights mean the same."""
     signature = getattr(model, "signature", None)
     return {} if signature is None else signature()
-
-
-def save(trainee: Trainee, config: RunConfig, world: World) -> None:
-    """Write a checkpoint of `trainee` below `--save`. Collective: every rank takes part and writes what is its own."""
-    assert config.checkpoint.save is not None
-    trainee.optimizer.wait_for_parameters()
-    state = {
-        "run": {name: getattr(trainee.state, name) for name in PROGRESS},
-        "model": model_signature(trainee.model),
-        "optimizer": trainee.optimizer.state(),
-        "config": dataclasses.asdict(config),
-        "versions": library_versions(),
-    }
-    save_checkpoint(
-        config.checkpoint.save,
-        trainee.state.iteration,
-        trainee.written(),
-        state,
-        trainee.own_tensors(),
-        rank=world.rank,
-        world_size=world.size,
-        layout=layout(),
-        tensor_rank=mpu.get_tensor_model_parallel_rank(),
-    )
-
-
-def restore(trainee: Trainee, config: RunConfig, world: World) -> list[str]:
-    """Go on from the checkpoint that `--load` names, if any; returns sentences about it.
-
-    At the layout of the checkpoint the random generators and buffers of each rank go on too, so that the run is the
-    uninterrupted one bit for bit. Elsewhere generators begin anew, from a seed of this iteration, and all ranks get the
-    buffers of the first. Collective: all ranks agree on how the load went.
-    Raises `ValueError` where the checkpoint is damaged or of another model.
-    """
-    iteration = iteration_to_load(config.checkpoint)
-    directory = config.checkpoint.load
-    if directory is None:
-        return []
-    if iteration is None:
-        return [f"there is no checkpoint in {directory} yet: the run starts afresh"]
-    stored = read_state(directory, iteration)
-    check_complete(stored, directory)
-    differences = model_differences(stored["model"], model_signature(trainee.model), directory)
-    raise_joined(differences or format_differences(stored["config"], config, directory))
-    loaded = load_checkpoint(
-        directory,
-        trainee.tensors(),
-        rank=world.rank,
-        layout=layout(),
-        iteration=iteration,
-        world_size=world.size,
-    )
-    trainee.optimizer.load_state(stored["optimizer"])
-    trainee.optimizer.after_load(masters=True)
-    for name in PROGRESS:
-        setattr(trainee.state, name, stored["run"][name])
-    if config.checkpoint.save is not None and os.path.realpath(config.checkpoint.save) == os.path.realpath(directory):
-        trainee.state.saved_iteration = iteration
-    messages = [f"loaded iteration {iteration} of {directory}", *changes(stored["config"], config)]
-    if loaded.rank_tensors is not None:
-        trainee.load_own_tensors(loaded.rank_tensors)
-        return messages
-    mpu.model_parallel_manual_seed(mpu.derive_seed(config.training.seed, "resumed", iteration))
-    return [*messages, _elsewhere(loaded.layout, list(trainee.buffers()))]
-
-
-def _elsewhere(layout: Mapping[str, int], buffers: Sequence[str]) -> str:
-    """A sentence on what goes on in another way at another layout than that of the checkpoint."""
-    before = ", ".join(f"{name} {size}" for name, size in layout.items())
-    sentence = f"it was saved at another layout ({before}), so dropout goes on with other random numbers"
-    if not buffers:
-        return sentence
-    return f"{sentence}, and every rank with the first data and tensor rank's values of {', '.join(buffers)}"
