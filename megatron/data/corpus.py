@@ -1,5 +1,6 @@
 """From files of text to token ids, on as many processes as wanted, in the order of the files."""
 
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -207,11 +208,37 @@ def worker_encoder() -> Encoder:
     return _worker_encoder
 
 
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """SIGINT and SIGTERM that have a handler in Python come after the block; only the main thread runs handlers.
+
+    Their handlers are replaced: blocking the signals would not do, for another thread could take them.
+    """
+    came: dict[int, None] = {}
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    asked = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT) if in_main_thread}
+    handlers = {number: handler for number, handler in asked.items() if callable(handler)}
+    try:
+        for number in handlers:
+            signal.signal(number, lambda number, frame: came.setdefault(number))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
+
+
 class _WorkerProcess(SpawnProcess):
     """A process that does not import the script which runs: that takes longer than all that a worker needs.
 
     An interrupt from the keyboard reaches all processes; the parent alone acts on it and ends this one.
     """
+
+    def start(self) -> None:
+        """Start it, whole even where an interrupt comes meanwhile: else nobody would know of it to end it."""
+        with _signals_wait():
+            super().start()
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:

@@ -1,11 +1,20 @@
 """Encoding on several processes: none of them outlives the one that started them."""
 
 import json
+import multiprocessing
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.data import corpus
 
 PARENT = """
 import multiprocessing, sys, time
@@ -74,3 +83,39 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path, repository: Pat
     while any(map(is_running, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(is_running, workers))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_comes_after_a_worker_is_started_whole(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    launch = SpawnProcess._Popen
+
+    def launch_interrupted(process: Any) -> Any:
+        os.kill(os.getpid(), number)
+        return launch(process)
+
+    monkeypatch.setattr(SpawnProcess, "_Popen", launch_interrupted)
+    before = signal.signal(number, interrupt)
+    process = corpus._WorkerProcess(target=print)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            process.start()
+        assert signal.getsignal(number) is interrupt
+        assert process in multiprocessing.active_children()
+    finally:
+        signal.signal(number, before)
+    process.join(60)
+    assert process.exitcode == 0
+
+
+def test_a_worker_is_started_in_any_thread() -> None:
+    process = corpus._WorkerProcess(target=print)
+    thread = threading.Thread(target=process.start)  # where no handler may be set
+    thread.start()
+    thread.join()
+    process.join(60)
+    assert process.exitcode == 0
