@@ -156,6 +156,8 @@ def _layers(config: RunConfig, degrees: Degrees) -> dict[str, Any]:
     each, v = min(typical, 2), degrees.virtual
     found: dict[str, Any] = {
         "pipeline_model_parallel_size": degrees.pipeline,
+        # One tensor rank has nobody to share them with.
+        "distribute_saved_activations": recompute.distribute_saved_activations and degrees.tensor > 1,
         "recompute_num_layers": _recomputed(recompute.recompute_num_layers, recompute.method, typical),
     }
     if degrees.pipeline == 1:

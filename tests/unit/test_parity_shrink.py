@@ -102,6 +102,14 @@ def test_choices_are_kept_and_sizes_keep_their_pattern() -> None:
     assert small.recompute.recompute_granularity == "full" and small.checkpoint.save is None
 
 
+def test_one_tensor_rank_distributes_no_saved_activations() -> None:
+    words = "--tensor-model-parallel-size 2 --recompute-granularity full --distribute-saved-activations"
+    asked = asked_for(f"{words} --pipeline-model-parallel-size 4", 8)
+    for most, kept in ((8, True), (2, False)):
+        small, degrees = small_of(asked, 8, most)
+        assert (degrees.tensor > 1, small.recompute.distribute_saved_activations) == (kept, kept)
+
+
 def test_one_process_has_nothing_of_a_layout_and_the_same_mathematics() -> None:
     asked = asked_for("--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity selective --bf16", 4)
     small, degrees = small_of(asked, 4)
