@@ -3,14 +3,16 @@
 The only file that tries apex's norm.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron import mpu
 from megatron.base.apex import load_from_apex
@@ -90,13 +92,26 @@ def _fused_norm(device: torch.device) -> Callable[..., Any] | None:
 def trial_problem(fused: Callable[..., Any], device: torch.device) -> str | None:
     """What is wrong with apex's norm, as the norm of four numbers on `device` and its gradient show; None if nothing.
 
-    An apex that was built without its kernels can be imported, and raises something when it is called.
+    An apex that was built without its kernels can be imported, and raises something when it is called. The first call
+    of a model may come in any surroundings, and the answer must not depend on them.
     """
+    with _plain_surroundings(device):
+        return _trial_problem(fused, device)
+
+
+@contextlib.contextmanager
+def _plain_surroundings(device: torch.device) -> Iterator[None]:
+    """With gradients and without autocast, and without the hooks by which recomputation keeps tensors."""
+    hooks = saved_tensors_hooks(lambda x: x, lambda kept: kept)  # the innermost are used alone
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False), hooks:
+        yield
+
+
+def _trial_problem(fused: Callable[..., Any], device: torch.device) -> str | None:
     x = torch.tensor([[1.0, 2.0, 4.0, 8.0]], device=device, requires_grad=True)
     weight, bias, out = (torch.tensor(row, device=device) for row in ([1.0, 2, 3, 4], [1.0, 1, 0, 0], [1.0, 0, 2, 1]))
-    with torch.enable_grad():
-        y = fused(input=x, weight=weight, bias=bias, normalized_shape=weight.shape, eps=1e-5)
-        expected = F.layer_norm(x, weight.shape, weight, bias, 1e-5)
+    y = fused(input=x, weight=weight, bias=bias, normalized_shape=weight.shape, eps=1e-5)
+    expected = F.layer_norm(x, weight.shape, weight, bias, 1e-5)
     mine, theirs = ((value, *torch.autograd.grad(value, x, out.expand_as(x))) for value in (y, expected))
     worst = max(float((a - b).detach().abs().max()) for a, b in zip(mine, theirs, strict=True))
     return None if worst < 1e-3 else f"it is off by {worst:.3g} from PyTorch's norm"

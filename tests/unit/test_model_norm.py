@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron import mpu
 from megatron.model import norm
 from megatron.model.norm import layer_norm, trial_problem
 from tests.harness.closeness import assert_close
@@ -32,6 +33,34 @@ def test_the_trial() -> None:
     assert trial_problem(right, cpu) is None
     assert trial_problem(without_bias, cpu) == "it is off by 1 from PyTorch's norm"
     assert "from PyTorch's norm" in str(trial_problem(wrong_gradient, cpu))
+
+
+@pytest.mark.parametrize("around", ["recomputation", "autocast", "inference"])
+def test_the_trial_does_not_depend_on_where_the_first_call_comes(around: str) -> None:
+    began: list[str] = []
+    found: list[str | None] = []
+
+    def call(x: Tensor) -> Tensor:
+        began.append(around)
+        found.append(trial_problem(in_the_dtype_of_autocast, torch.device("cpu")))
+        return x * x
+
+    x = torch.ones(2, requires_grad=True)
+    if around == "recomputation":
+        mpu.checkpoint(call, x).sum().backward()
+        assert x.grad is not None and x.grad.tolist() == [2.0, 2.0]
+    mixed = torch.autocast("cpu", torch.bfloat16, enabled=around == "autocast")
+    with mixed, torch.inference_mode(around == "inference"):
+        call(x)
+    assert len(began) == len(found) == (3 if around == "recomputation" else 1)
+    assert not any(found)
+
+
+def in_the_dtype_of_autocast(
+    *, input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Any, eps: float
+) -> Tensor:
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
+    return right(*(x.to(dtype) for x in (input, weight, bias)), normalized_shape, eps)
 
 
 def test_what_passes_is_used_with_the_right_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
