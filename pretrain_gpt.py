@@ -70,7 +70,7 @@ def forward_step(stage: Chunk, batch: Batch) -> tuple[Tensor, Tensor] | Tensor:
 def flops_per_sample(config: RunConfig, vocab_size: int) -> tuple[int, int]:
     """Floating-point operations of one sample, forward and backward: the model's, and with what is recomputed."""
     model, recompute = config.model, config.recompute
-    sizes = (1, config.data.seq_length, model.num_layers, model.hidden_size, vocab_size)
+    sizes = (1, config.data.seq_length, model.num_layers, model.hidden_size, model.vocabulary_rows(vocab_size))
     shape = (model.ffn_size, model.projection_size)
     stages, each = config.layer_split(vocab_size).stages(), recompute.recompute_num_layers
     chunk = model.cross_entropy_chunk_size
@@ -89,6 +89,7 @@ def train(config: RunConfig, observers: Sequence[Observer] = ()) -> Trainee:
     """Train as `config` says, on every rank of the launcher's world alike."""
     with mistakes():
         tokenizer = build_tokenizer(config.tokenizer)
+        config.model.vocabulary_rows(tokenizer.vocab_size)
     flops, executed = flops_per_sample(config, tokenizer.vocab_size)
     return pretrain(
         config,

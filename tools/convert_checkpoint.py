@@ -29,6 +29,7 @@ from megatron.checkpointing.convert import (
     to_hugging_face,
     to_native,
 )
+from megatron.model import TransformerConfig
 from megatron.tokenizer import TokenizerConfig, build_tokenizer
 from megatron.tokenizer.folders import copied_files, describe_for_hugging_face, find_tokenizer, special_ids
 from megatron.training.arguments import parse_composed
@@ -44,10 +45,8 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 class ConvertConfig(Config):
     """What is read and written."""
 
-    from_format: str = flag(
-        dataclasses.MISSING, "what --load holds", choices=("hf", "megatron", "native"), aliases=["from"]
-    )
-    to_format: str = flag(dataclasses.MISSING, "what --save gets", choices=("native", "hf"), aliases=["to"])
+    from_: str = flag(dataclasses.MISSING, "what --load holds", choices=("hf", "megatron", "native"))
+    to: str = flag(dataclasses.MISSING, "what --save gets", choices=("native", "hf"))
     load: str = flag(dataclasses.MISSING, "folder of the source; of checkpoints the newest is taken")
     save: str = flag(dataclasses.MISSING, "folder of the result, without a checkpoint or model in it so far")
     ckpt_step: int | None = flag(None, "take the checkpoint of this iteration")
@@ -62,6 +61,12 @@ class ConvertConfig(Config):
     )
     vocab_size: int | None = flag(
         None, "number of real tokens; the tokenizer's by default, rows after them are left out"
+    )
+    keep_padding: bool = flag(
+        False,
+        "keep the rows after the real tokens, which Megatron-LM trains and counts in its loss: a run goes on with them "
+        "by --padded-vocab-size, and a model of Hugging Face's gets ids that no token has; of a native source they are "
+        "kept by --to native in any case",
     )
     tokenizer_type: str | None = flag(None, "type of the tokenizer, where its files do not tell")
     vocab_file: str | None = flag(None, "vocab.json of the tokenizer; a source of Hugging Face's may have its own")
@@ -95,6 +100,7 @@ def convert(asked: ConvertConfig) -> None:
             asked.activation,
             asked.ckpt_step,
             asked.load_optim,
+            asked.keep_padding,
         ),
     )
     if asked.dtype is not None:
@@ -103,7 +109,7 @@ def convert(asked: ConvertConfig) -> None:
     if tokenizer is None:
         tokenizer = TokenizerConfig("NullTokenizer", vocab_size=transfer.vocab_size)
     print(*transfer.table, *transfer.notes, sep="\n")
-    if asked.to_format == "hf":
+    if asked.to == "hf":
         _write_hugging_face(asked, transfer, tokenizer)
     else:
         _write_native(asked, transfer, tokenizer)
@@ -115,9 +121,9 @@ def _read(asked: ConvertConfig, told: Told) -> Transfer:
     directory = Path(asked.load)
     if not directory.is_dir():
         raise ValueError(f"--load {asked.load}: there is no such folder")
-    if asked.from_format == "megatron":
+    if asked.from_ == "megatron":
         return from_classic(directory, told, section_types(RunConfig))
-    if asked.from_format == "hf":
+    if asked.from_ == "hf":
         return from_hugging_face(directory, told)
     return from_native(directory, told.step, told.optimizer)
 
@@ -130,9 +136,9 @@ def _tokenizer(asked: ConvertConfig) -> TokenizerConfig | None:
     if named:
         kind = "GPT2BPETokenizer" if asked.tokenizer_model is None else "HuggingFaceTokenizer"
         config = make_section(TokenizerConfig, {"tokenizer_type": kind, **named, "vocab_size": asked.vocab_size})
-    elif asked.from_format == "hf":
+    elif asked.from_ == "hf":
         config = find_tokenizer(Path(asked.load))
-    elif asked.from_format == "native":
+    elif asked.from_ == "native":
         stored = from_native(Path(asked.load), asked.ckpt_step).sections.get("tokenizer")
         config = None if stored is None else make_section(TokenizerConfig, stored)
     if config is not None:
@@ -142,6 +148,9 @@ def _tokenizer(asked: ConvertConfig) -> TokenizerConfig | None:
 
 def _write_hugging_face(asked: ConvertConfig, transfer: Transfer, tokenizer: TokenizerConfig) -> None:
     built = build_tokenizer(tokenizer)
+    if transfer.config.padded_vocab_size is not None and not asked.keep_padding:
+        print(f"rows of the vocabulary after the {transfer.vocab_size} tokens are left out: --keep-padding keeps them")
+        transfer = transfer.without_padding()
     to_hugging_face(transfer, Path(asked.save), special_ids(built))
     if transfer.optimizer is not None:
         print("the optimizer's state is left out, there is no place for it")
@@ -154,7 +163,7 @@ def _write_native(asked: ConvertConfig, transfer: Transfer, tokenizer: Tokenizer
     kept = copied_files(tokenizer, Path(asked.save).absolute() / "tokenizer")
     sections: dict[str, Mapping[str, Any]] = {**transfer.sections, "tokenizer": dataclasses.asdict(kept)}
     sections["precision"] = {**sections.get("precision", {}), **_format(transfer.dtype)}
-    folder = to_native(dataclasses.replace(transfer, sections=sections), Path(asked.save), asked.from_format)
+    folder = to_native(dataclasses.replace(transfer, sections=sections), Path(asked.save), asked.from_)
     print(f"saved to {folder}; flags for pretrain_gpt.py:")
     needed = ("model", "tokenizer", "precision")
     words = [word for name in needed for word in flag_words(name, sections.get(name, {}))]
@@ -191,8 +200,10 @@ def _check(asked: ConvertConfig, transfer: Transfer) -> None:
     """Raise ValueError where source and result do not compute the same."""
     length = min(transfer.config.max_position_embeddings, 64)
     tokens = torch.randint(transfer.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
-    source = _logits(asked.from_format, asked.load, asked.ckpt_step, transfer, tokens)
-    result = _logits(asked.to_format, asked.save, None, transfer, tokens)
+    source = _logits(asked.from_, asked.load, asked.ckpt_step, transfer.config, tokens)
+    result = _logits(asked.to, asked.save, None, transfer.config, tokens)
+    both = min(source.shape[-1], result.shape[-1])  # one of them may be without padding
+    source, result = source[..., :both], result[..., :both]
     off, scale = (source - result).abs().max().item(), source.abs().max().item()
     words = f"logits of source and result on {tokens.numel()} random ids differ by {off:.3g} at most, the largest is "
     words += f"{scale:.3g}; accepted is {TOLERANCE:g} of it"
@@ -201,14 +212,15 @@ def _check(asked: ConvertConfig, transfer: Transfer) -> None:
     print(words)
 
 
-def _logits(kind: str, directory: str, step: int | None, transfer: Transfer, tokens: torch.Tensor) -> torch.Tensor:
-    """Of the real tokens, in float32, by our model or for a foreign format by its plain reference."""
+def _logits(
+    kind: str, directory: str, step: int | None, config: TransformerConfig, tokens: torch.Tensor
+) -> torch.Tensor:
+    """In float32, by our model or for a foreign format by its plain reference; with columns of padding rows."""
     path = Path(directory)
     if kind == "native":
         return native_logits(path, tokens, step)
-    config = transfer.config
     model = classic_gpt(path, config, step) if kind == "megatron" else hugging_face_gpt(path, config)
-    return model.logits(tokens)[..., : transfer.vocab_size]
+    return model.logits(tokens)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

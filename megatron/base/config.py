@@ -58,8 +58,8 @@ def flag_info(field: dataclasses.Field[Any]) -> FlagInfo | None:
 
 
 def flag_name(field_name: str) -> str:
-    """`micro_batch_size` -> `--micro-batch-size`."""
-    return "--" + field_name.replace("_", "-")
+    """`micro_batch_size` -> `--micro-batch-size`; `from_`, as a word of Python has to be called, -> `--from`."""
+    return "--" + field_name.rstrip("_").replace("_", "-")
 
 
 def choice_problems(config: Config) -> list[str]:

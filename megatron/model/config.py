@@ -6,7 +6,7 @@ from typing import Any
 from megatron.base.config import Config, choice_problems, flag, minimum_problems, range_problems
 
 # The choices that change what given weights compute. Dropout, the kernel of attention, the spread of initial weights,
-# the padding of the vocabulary and the chunks of the loss do not.
+# padding of the vocabulary that is no weight and the chunks of the loss do not.
 _SIGNATURE = (
     "num_layers",
     "hidden_size",
@@ -15,6 +15,7 @@ _SIGNATURE = (
     "layernorm_epsilon",
     "norm_position",
     "activation",
+    "padded_vocab_size",
     "untie_embeddings_and_output_weights",
 )
 
@@ -33,6 +34,11 @@ class TransformerConfig(Config):
     )
     make_vocab_size_divisible_by: int = flag(
         128, "pad the vocabulary to a multiple of this times --tensor-model-parallel-size"
+    )
+    padded_vocab_size: int | None = flag(
+        None,
+        "train a vocabulary of so many rows, those beyond the tokenizer's ids too, and count them in the loss, as "
+        "Megatron-LM does; by default the loss knows the tokenizer's ids alone",
     )
     untie_embeddings_and_output_weights: bool = flag(
         False, "give the output projection a matrix of its own; by default it is the word embedding's"
@@ -71,11 +77,21 @@ class TransformerConfig(Config):
         """f, the inner width of the MLP."""
         return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
 
+    def vocabulary_rows(self, vocab_size: int) -> int:
+        """Rows of the vocabulary that are weights and columns of the loss, for a tokenizer of `vocab_size` ids.
+
+        Raises ValueError where `padded_vocab_size` has no row for an id.
+        """
+        rows = vocab_size if self.padded_vocab_size is None else self.padded_vocab_size
+        if rows < vocab_size:
+            raise ValueError(f"--padded-vocab-size {rows}: it must be at least {vocab_size}, the ids of the tokenizer")
+        return rows
+
     def problems(self) -> list[str]:
         """One sentence for each size that is not positive, does not divide, or is out of its range."""
         sizes = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
         optional = ("ffn_hidden_size", "kv_channels", "make_vocab_size_divisible_by", "cross_entropy_chunk_size")
-        problems = choice_problems(self) + minimum_problems(self, 1, *sizes, *optional)
+        problems = choice_problems(self) + minimum_problems(self, 1, *sizes, *optional, "padded_vocab_size")
         problems += minimum_problems(self, 0, "layernorm_epsilon", "init_method_std")
         problems += range_problems(self, 0, 1, "attention_dropout", "hidden_dropout")
         heads = self.num_attention_heads

@@ -65,7 +65,7 @@ class PositionEmbedding(nn.Module):
 def word_embeddings(
     config: TransformerConfig, vocab_size: int, **where: Unpack[Placement]
 ) -> mpu.VocabParallelEmbedding:
-    """A vector for each of `vocab_size` tokens, and rows of zeros up to a size that divides. weight: [v/t, h]."""
+    """A vector for each of `vocab_size` rows, and rows of zeros up to a size that divides. weight: [v/t, h]."""
     return mpu.VocabParallelEmbedding(
         padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by, mpu.resolve_group(where.get("group")).size),
         config.hidden_size,
@@ -94,7 +94,7 @@ class Embedding(nn.Module):
 
     Args:
         config: the sizes.
-        vocab_size: number of real token ids.
+        vocab_size: rows that are weights; one for each token id, and perhaps more.
         where: group, dtype and device of the parameters, and whether the result is to be a shard of the sequence.
     """
 

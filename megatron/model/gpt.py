@@ -35,7 +35,8 @@ class GPTModel(nn.Module):
 
     Args:
         config: the sizes and choices.
-        vocab_size: number of real token ids; the embedding is padded after them.
+        vocab_size: number of real token ids; the embedding is padded after them, and after the further rows that
+            `config.padded_vocab_size` asks for, which are weights like the others.
         group: the tensor group; the current one by default.
         dtype, device: of the parameters; on "meta" nothing is drawn (`build_gpt` fills them).
         sequence_parallel: between the split matrices each tensor rank has s/t tokens of each sample
@@ -62,6 +63,7 @@ class GPTModel(nn.Module):
         super().__init__()
         if vocab_size < 1:
             raise ValueError(f"a vocabulary of {vocab_size}: it must have at least 1 token")
+        rows = config.vocabulary_rows(vocab_size)
         self.config = config
         self.vocab_size = vocab_size
         self.group = mpu.resolve_group(group)
@@ -76,11 +78,11 @@ class GPTModel(nn.Module):
         first, last = transformer.stages[0].embedding, transformer.stages[-1].head
         self.embedding: Embedding | EmbeddingCopy | None = None
         if first:
-            self.embedding = Embedding(config, vocab_size, **where)
+            self.embedding = Embedding(config, rows, **where)
         elif last and not config.untie_embeddings_and_output_weights:
-            self.embedding = EmbeddingCopy(config, vocab_size, **where)
+            self.embedding = EmbeddingCopy(config, rows, **where)
         self.transformer = transformer
-        self.output_layer = OutputLayer(config, vocab_size, **where) if last else None
+        self.output_layer = OutputLayer(config, rows, **where) if last else None
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -109,7 +111,7 @@ class GPTModel(nn.Module):
             chunk: which of the stages of this rank is to work.
 
         Returns:
-            with labels the cross entropy [b, s], in float32 or wider, over the real vocabulary; without them this
+            with labels the cross entropy [b, s], in float32 or wider, over the rows that are weights; without them this
             rank's logits [b, s, v/t] in the parameters' dtype. Their last columns are padding where the rows of the
             embedding are; `gather_logits` gives those of the real vocabulary. Before the last stage hidden states
             [s, b, h] or [s/t, b, h].

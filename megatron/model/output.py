@@ -21,7 +21,7 @@ class OutputLayer(nn.Module):
 
     Args:
         config: the sizes, and whether the projection has a matrix of its own.
-        vocab_size: number of real token ids.
+        vocab_size: rows that are weights, the columns of the loss; one for each token id, and perhaps more.
         where: group, dtype and device of the parameters, and whether hidden states are a shard of the sequence.
     """
 

@@ -107,7 +107,7 @@ def _layer_bytes(config: RunConfig, granularity: str | None) -> int:
 
 def plan(config: RunConfig, world_size: int, rank: int) -> list[str]:
     """The part of `rank`, in words. Raises ValueError where there is no such rank."""
-    vocab_size = config.tokenizer.vocab_size or _VOCAB_SIZE
+    vocab_size = config.tokenizer.vocab_size or config.model.padded_vocab_size or _VOCAB_SIZE
     mine = plan_rank(config, world_size, rank, vocab_size)
     at, schedule = _topology(config, world_size).coordinates(rank), mine.schedule
     p, v, m = schedule.pipeline_size, schedule.virtual_size, schedule.num_micro_batches
@@ -120,8 +120,8 @@ def plan(config: RunConfig, world_size: int, rank: int) -> list[str]:
         f"rank {rank} of {world_size}: tensor rank {at.tensor} of {config.distributed.tensor_model_parallel_size}, "
         f"pipeline rank {at.pipeline} of {p}, data rank {at.data} of {config.data_parallel_size(world_size)}",
         *(f"  holds {_stage_words(stage)}" for stage in mine.stages),
-        f"  {parameters:,} parameters of a vocabulary of {vocab_size:,}; with gradients and optimizer "
-        f"{static / 1e9:.1f} GB",
+        f"  {parameters:,} parameters of a vocabulary of {config.model.vocabulary_rows(vocab_size):,}; with gradients "
+        f"and optimizer {static / 1e9:.1f} GB",
         f"  at most {waiting} for the backward pass; the activations of their layers take "
         f"{active / 1e9:.1f} GB" + _recompute_words(config, mine.stages),
         f"  an iteration: {_program_words(mine.program)}",

@@ -136,6 +136,7 @@ def _model(config: RunConfig, degrees: Degrees) -> dict[str, Any]:
         "seq_length": length,
         "max_position_embeddings": length + (4 if longer else 0),
         "make_vocab_size_divisible_by": _PADDING,
+        "padded_vocab_size": None if model.padded_vocab_size is None else VOCAB_SIZE + 1,
         "cross_entropy_chunk_size": None if model.cross_entropy_chunk_size is None else _SEQUENCE // 2,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,

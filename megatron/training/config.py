@@ -54,12 +54,22 @@ class TrainingConfig(Config):
     )
     eval_interval: int = flag(1000, "iterations between evaluations on the validation set")
     eval_iters: int = flag(100, "global batches of one evaluation; 0 for none")
-    eval_at_start: bool = flag(False, "evaluate before the first iteration too")
+    eval_at_start: bool = flag(False, "evaluate before the first iteration too, also of a run that goes on")
+    eval_samples: str = flag(
+        "same",
+        "same: each evaluation is on the first samples of the validation set; moving: on those after the last "
+        "evaluation's, as Megatron-LM does, and once more at the end of training",
+        choices=["same", "moving"],
+    )
     exit_interval: int | None = flag(None, "end the run when the iteration is a multiple of this")
     exit_duration_in_mins: float | None = flag(None, "save and end the run after so many minutes")
     check_for_nan_in_loss: bool = flag(
         True, "end the run at a loss that is not finite, naming rank and samples; --fp16 skips the step instead"
     )
+
+    def evaluations(self, iteration: int) -> int:
+        """Evaluations at a multiple of `--eval-interval` up to `iteration`."""
+        return iteration // self.eval_interval
 
     @property
     def ramp_up(self) -> RampUp | None:
@@ -141,7 +151,10 @@ class RunConfig(ComposedConfig):
         and as legal, but perhaps of other layers.
         """
         model, sizes = self.model, (self.data.seq_length, self.model.hidden_size)
-        cost = 1.0 if vocab_size is None else head_cost(*sizes, vocab_size, model.ffn_size, model.projection_size)
+        cost = 1.0
+        if vocab_size is not None:
+            rows = model.vocabulary_rows(vocab_size)
+            cost = head_cost(*sizes, rows, model.ffn_size, model.projection_size)
         return self.pipeline.split(model.num_layers, head_cost=cost)
 
     def stages_of(self, pipeline_rank: int, vocab_size: int) -> tuple[Stage, ...]:

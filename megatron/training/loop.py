@@ -23,6 +23,7 @@ from megatron.training.run import (
     check_precision,
     check_progress,
     check_vocabulary,
+    first_evaluated,
     sample_counts,
 )
 from megatron.training.saving import save
@@ -107,7 +108,7 @@ def pretrain(
 def _train(run: Run) -> None:
     training, state, total = run.datasets[0], run.trainee.state, run.train_iters
     assert training is not None
-    if run.config.training.eval_at_start and state.iteration == 0:
+    if run.config.training.eval_at_start:
         _evaluate(run, "validation")
     end = run.config.batch_schedule(run.world.size).consumed_after(total - state.iteration, state.consumed_samples)
     batches = run.batches(training, state.consumed_samples, end, run.config.training.ramp_up)
@@ -186,16 +187,21 @@ def _due(interval: int | None, iteration: int) -> bool:
     return interval is not None and iteration % interval == 0
 
 
-def _evaluate(run: Run, split: str) -> None:
-    """The loss on the first `--eval-iters` global batches of `split`; nothing where there is no such set."""
+def _evaluate(run: Run, split: str, first: int | None = None) -> None:
+    """The loss on `--eval-iters` global batches of `split`; nothing where there is no such set.
+
+    They begin with the sample `first`, by default that of an evaluation after the present iteration.
+    """
     dataset, config = run.datasets[SPLITS.index(split)], run.config.training
     if dataset is None or config.eval_iters == 0:
         return
     run.trainee.optimizer.wait_for_parameters()
     sizes = run.sizes()
+    if first is None:
+        first = first_evaluated(run.config, run.world.size, run.trainee.state.iteration)
     loss = evaluate(
         run.pipeline,
-        run.batches(dataset, 0, config.eval_iters * sizes.global_batch_size),
+        run.batches(dataset, first, first + config.eval_iters * sizes.global_batch_size),
         run.forward_step,
         num_micro_batches=sizes.num_micro_batches,
         global_batches=config.eval_iters,
@@ -210,9 +216,10 @@ def _evaluate(run: Run, split: str) -> None:
 
 
 def _final_evaluations(run: Run) -> None:
-    if run.trainee.state.evaluated_iteration != run.trainee.state.iteration:
-        _evaluate(run, "validation")
-    _evaluate(run, "test")
+    state, moving = run.trainee.state, run.config.training.eval_samples == "moving"
+    if moving or state.evaluated_iteration != state.iteration:
+        _evaluate(run, "validation", first_evaluated(run.config, run.world.size, state.iteration, at_end=True))
+    _evaluate(run, "test", 0)
 
 
 def _save(run: Run) -> None:

@@ -126,11 +126,25 @@ class Run:
 
 
 def sample_counts(config: RunConfig, ranks: int) -> SampleCounts:
-    """Samples of each split: all iterations of training; one evaluation, which always sees the same samples."""
-    full = config.batch_schedule(ranks).global_batch_size
-    evaluated = config.training.eval_iters * full
+    """Samples of each split: all iterations of training, and those of one evaluation or, where they move, of all."""
+    training, full = config.training, config.batch_schedule(ranks).global_batch_size
+    evaluated = training.eval_iters * full
+    moving = training.evaluations(config.iterations(ranks)) + 1 if training.eval_samples == "moving" else 1
     # A run of no iteration, which only evaluates, has a training set too.
-    return config.samples(ranks) or config.batch_schedule(ranks).size(0), evaluated, evaluated
+    return config.samples(ranks) or config.batch_schedule(ranks).size(0), moving * evaluated, evaluated
+
+
+def first_evaluated(config: RunConfig, ranks: int, iteration: int, at_end: bool = False) -> int:
+    """The first validation sample that the evaluation after `iteration` sees, or with `at_end` the last of a run there.
+
+    Where they move, it is behind those of all evaluations before it, whether this run or an earlier one made them. One
+    that is no multiple of `--eval-interval`, at the start of a run, sees what the next will see.
+    """
+    training = config.training
+    if training.eval_samples == "same":
+        return 0
+    before = training.evaluations(iteration if at_end else max(iteration - 1, 0))
+    return before * training.eval_iters * config.batch_schedule(ranks).global_batch_size
 
 
 def check_lengths(datasets: Datasets, counts: SampleCounts) -> None:
@@ -159,7 +173,12 @@ def check_progress(config: RunConfig, state: RunState, ranks: int) -> None:
     if state.iteration > total:
         raise ValueError(f"--train-iters {total}: the checkpoint is of iteration {state.iteration} already")
     end = config.batch_schedule(ranks).consumed_after(total - state.iteration, state.consumed_samples)
-    prepared = sample_counts(config, ranks)[0]
+    prepared, evaluated, _ = sample_counts(config, ranks)
+    if first_evaluated(config, ranks, total, at_end=True) >= max(evaluated, 1):
+        raise ValueError(
+            f"--eval-samples moving: the run ends with iteration {total}, for fewer evaluations than it will make data "
+            "is prepared: give the batch size of the checkpoint, or --eval-samples same"
+        )
     if state.iteration < total and end > prepared:
         size = config.batch_schedule(ranks).global_batch_size
         raise ValueError(

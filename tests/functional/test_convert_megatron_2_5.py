@@ -11,13 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import pretrain_gpt
 from megatron.checkpointing.convert import from_native, native_logits
+from megatron.model import Chunk
+from megatron.training.pipeline import Batch
 from tests.harness.closeness import assert_close
 from tests.harness.ranks import Ranks
-from tests.harness.runs import reporting, run_pretrain
+from tests.harness.runs import Outcome, reporting, run_pretrain
 from tools import convert_checkpoint
 
-# Its program padded 257 tokens to 512 and counted the padding in the loss: 512 real tokens are the same to ours.
+# Its program padded 257 tokens to 512, and trained the padding and counted it in the loss.
 REAL, PADDED = 257, 512
 
 
@@ -40,7 +43,9 @@ def losses_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 def test_recorded_losses(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokens, labels, losses = recorded(shared)
-    ours = native_logits(converted(shared, tmp_path / "padded", "--vocab-size", str(PADDED), "--check"), tokens)
+    padded = converted(shared, tmp_path / "padded", "--vocab-size", str(REAL), "--keep-padding", "--check")
+    ours = native_logits(padded, tokens)
+    assert ours.shape[-1] == PADDED
     assert_close(losses_of(ours, labels), losses, 1e-5)
     assert_close(losses_of(ours, labels).mean(), 5.926250, 1e-6)
     assert "52 x exp_avg_sq" in capsys.readouterr().out
@@ -83,19 +88,54 @@ def test_older_orders_of_query_key_and_value(shared: Path, tmp_path: Path, versi
         assert torch.equal(mine.tensors[name].read(), tensor.read()), name
 
 
-@pytest.mark.parametrize("size", [1, 2])
+def words_printed(capsys: pytest.CaptureFixture[str], shared: Path) -> list[str]:
+    """The flags that the converter has printed, with the data where it is."""
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+    words = [word for line in lines for word in shlex.split(line)]
+    words[words.index("--data-path") + 1] = str(shared / "data" / "megatron_2_5" / "tr_text_document")
+    return words
+
+
+def run_recording(rank: int, world_size: int, words: list[str]) -> tuple[Outcome, dict[str, Tensor]]:
+    """A run, and of its last stage every micro-batch of its evaluations: tokens, labels and losses, [micro, b, s]."""
+    seen: dict[str, list[Tensor]] = {"tokens": [], "labels": [], "losses": []}
+
+    def recording(stage: Chunk, batch: Batch) -> tuple[Tensor, Tensor] | Tensor:
+        output = stage(batch["tokens"], batch.get("position_ids"), batch["labels"], hidden=batch.get("hidden"))
+        if not stage.last:
+            return output
+        if not torch.is_grad_enabled():
+            for name, values in (("tokens", batch["tokens"]), ("labels", batch["labels"]), ("losses", output)):
+                seen[name].append(values.clone())
+        return output.sum(), torch.tensor(output.numel())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrain_gpt, "forward_step", recording)
+        outcome = run_pretrain(rank, world_size, words)
+    return outcome, {name: torch.stack(values) for name, values in seen.items() if values}
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (4, 1), (1, 2)])
 def test_the_rest_of_the_training(
-    ranks: Ranks, shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], size: int
+    ranks: Ranks, shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tensor: int, pipeline: int
 ) -> None:
-    """Resumed from iteration 5 with the flags that are printed, with optimizer, schedule and order of the data."""
-    data = shared / "data" / "megatron_2_5"
-    converted(shared, tmp_path / "ours", "--ckpt-step", "5", "--vocab-size", str(PADDED))
-    words = [
-        word for line in capsys.readouterr().out.splitlines() if line.startswith("  --") for word in shlex.split(line)
-    ]
-    words[words.index("--data-path") + 1] = str(data / "tr_text_document")
-    more = ["--tensor-model-parallel-size", str(size), "--distributed-backend", "gloo", "--log-interval", "1"]
-    outcome = reporting(ranks(size, run_pretrain, [*words, *more, "--data-cache-path", str(tmp_path / "cache")]))
-    rest = json.loads((data / "gpt_tp2_curve.json").read_text(encoding="utf-8"))["train"][5:]
+    """From iteration 5 with the flags that are printed: losses, gradient norms, validation, losses of tokens."""
+    converted(shared, tmp_path / "ours", "--ckpt-step", "5", "--vocab-size", str(REAL), "--keep-padding")
+    words = words_printed(capsys, shared)
+    words += ["--tensor-model-parallel-size", str(tensor), "--pipeline-model-parallel-size", str(pipeline)]
+    words += ["--distributed-backend", "gloo", "--log-interval", "1", "--eval-at-start"]
+    both = ranks(tensor * pipeline, run_recording, [*words, "--data-cache-path", str(tmp_path / "cache")])
+    outcome, seen = reporting([outcome for outcome, _ in both]), both[-1][1]
+    curve = json.loads((shared / "data/megatron_2_5/gpt_tp2_curve.json").read_text(encoding="utf-8"))
+    rest = curve["train"][5:]
     assert_close(outcome.series("loss"), [step["lm_loss"] for step in rest], 1e-5)
     assert_close(outcome.series("grad-norm"), [step["grad_norm"] for step in rest], 1e-3)
+    # It prints the learning rate that the next iteration will have.
+    assert_close(outcome.series("lr"), [step["learning_rate"] for step in curve["train"][4:9]], 1e-3)
+    validation = [*curve["validation"].values(), curve["validation_end"]]
+    assert [step["iteration"] for step in outcome.evaluations] == [5, 10, 10]
+    assert_close([step["loss"] for step in outcome.evaluations], validation, 1e-6)
+    tokens, labels, losses = recorded(shared)
+    middle = {name: values[16:32].flatten(0, 1) for name, values in seen.items()}
+    assert torch.equal(middle["tokens"], tokens) and torch.equal(middle["labels"], labels)
+    assert_close(middle["losses"], losses, 1e-5)

@@ -41,6 +41,7 @@ def test_sizes_that_are_given_win() -> None:
         ("ffn_hidden_size", 0, "--ffn-hidden-size 0"),
         ("kv_channels", 0, "--kv-channels 0"),
         ("make_vocab_size_divisible_by", 0, "--make-vocab-size-divisible-by 0"),
+        ("padded_vocab_size", 0, "--padded-vocab-size 0"),
         ("cross_entropy_chunk_size", 0, "--cross-entropy-chunk-size 0"),
         ("layernorm_epsilon", -1e-5, "--layernorm-epsilon -1e-05"),
         ("init_method_std", float("nan"), "--init-method-std nan"),
@@ -102,6 +103,7 @@ CHANGED: dict[str, Any] = {
     "norm_position": "post",
     "activation": "gelu_erf",
     "untie_embeddings_and_output_weights": True,
+    "padded_vocab_size": 512,
 }
 UNCHANGED: dict[str, Any] = {
     "make_vocab_size_divisible_by": 64,

@@ -12,7 +12,7 @@ from megatron.base.files import atomic_write
 from megatron.checkpointing.convert.deferred import Readable
 from megatron.checkpointing.convert.gpt import hugging_face_entries
 from megatron.checkpointing.convert.mapping import RowOrder, Rows, export_all, import_all
-from megatron.checkpointing.convert.megatron_lm import Told, own_defaults
+from megatron.checkpointing.convert.megatron_lm import Told, own_defaults, with_padding
 from megatron.checkpointing.convert.safetensors_files import read_safetensors, write_safetensors
 from megatron.checkpointing.convert.torch_files import FileTensor, read_torch_file
 from megatron.checkpointing.convert.transfer import Transfer, table_of
@@ -50,16 +50,16 @@ def from_hugging_face(directory: Path, told: Told) -> Transfer:
     if _WORDS not in weights:
         raise ValueError(f"{directory}: it has no {_WORDS}")
     there = weights[_WORDS].shape[0]
-    rows = Rows(ORDER, config.head_size, told.vocab_size or min(told.tokenizer_size or there, there))
-    if (told.tokenizer_size or 0) > rows.vocab_size:
-        notes.append(f"the tokenizer has {told.tokenizer_size} ids, and the model {rows.vocab_size}")
+    vocab_size = told.vocab_size or min(told.tokenizer_size or there, there)
+    config = with_padding(config, told, vocab_size, there)
+    rows = Rows(ORDER, config.head_size, config.vocabulary_rows(vocab_size))
+    if (told.tokenizer_size or 0) > vocab_size:
+        notes.append(f"the tokenizer has {told.tokenizer_size} ids, and the model {vocab_size}")
     entries = list(hugging_face_entries(config))
     pieces = {name: [tensor] for name, tensor in weights.items()}
     tensors = import_all(entries, pieces, rows)
     sections = {"model": dataclasses.asdict(config)}
-    return Transfer(
-        config, rows.vocab_size, tensors, sections=sections, table=table_of(entries, pieces, rows), notes=notes
-    )
+    return Transfer(config, vocab_size, tensors, sections=sections, table=table_of(entries, pieces, rows), notes=notes)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -188,6 +188,6 @@ def _their_config(transfer: Transfer, special: Mapping[str, int | None]) -> dict
         "n_ctx": config.max_position_embeddings,
         "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
         "torch_dtype": dtype_name(transfer.dtype),
-        "vocab_size": transfer.vocab_size,
+        "vocab_size": config.vocabulary_rows(transfer.vocab_size),
         **special,
     }

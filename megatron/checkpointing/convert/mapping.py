@@ -39,7 +39,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What rows mean on their side: the order of fused ones, the size of a head, and the number of real tokens."""
+    """What rows mean on their side: the order of fused ones, the size of a head, and how many of tokens are kept."""
 
     order: RowOrder
     head_size: int

@@ -30,6 +30,7 @@ class Told:
         num_attention_heads, activation: of the model.
         step: which iteration; the newest by default.
         optimizer: whether its state is wanted.
+        keep_padding: whether rows of the vocabulary beyond the real tokens are kept as weights.
     """
 
     vocab_size: int | None = None
@@ -38,6 +39,7 @@ class Told:
     activation: str | None = None
     step: int | None = None
     optimizer: bool = True
+    keep_padding: bool = False
 
 
 def from_classic(directory: Path, told: Told, sections: Mapping[str, type[Config]]) -> Transfer:
@@ -49,7 +51,15 @@ def from_classic(directory: Path, told: Told, sections: Mapping[str, type[Config
     notes: list[str] = []
     weights = checkpoint.weights()
     config = model_config(checkpoint, weights, told, notes)
-    rows = Rows(checkpoint.order, config.head_size, _vocab_size(checkpoint, weights, told))
+    there = sum(piece.shape[0] for piece in weights[WORDS])
+    vocab_size = _vocab_size(checkpoint, there, told)
+    config = with_padding(config, told, vocab_size, there)
+    rows = Rows(checkpoint.order, config.head_size, config.vocabulary_rows(vocab_size))
+    if there > rows.vocab_size:
+        notes.append(
+            f"the {there - rows.vocab_size} padding rows, which Megatron-LM trains and counts in its loss, are left "
+            "out: --keep-padding keeps them"
+        )
     entries = list(classic_entries(config))
     tensors = import_all(entries, weights, rows)
     optimizer = read_optimizer(checkpoint) if told.optimizer else None
@@ -61,7 +71,7 @@ def from_classic(directory: Path, told: Told, sections: Mapping[str, type[Config
     progress = _progress(checkpoint, optimizer, notes)
     return Transfer(
         config,
-        rows.vocab_size,
+        vocab_size,
         tensors,
         iteration=checkpoint.iteration,
         progress=progress,
@@ -72,13 +82,18 @@ def from_classic(directory: Path, told: Told, sections: Mapping[str, type[Config
     )
 
 
-def _vocab_size(checkpoint: ClassicCheckpoint, weights: Mapping[str, list[Readable]], told: Told) -> int:
+def with_padding(config: TransformerConfig, told: Told, vocab_size: int, there: int) -> TransformerConfig:
+    """The same, with all rows of the vocabulary that are `there` if the padding after the real ones is to be kept."""
+    kept = there if told.keep_padding and there > vocab_size else None
+    return dataclasses.replace(config, padded_vocab_size=kept)
+
+
+def _vocab_size(checkpoint: ClassicCheckpoint, there: int, told: Told) -> int:
     size = told.vocab_size or told.tokenizer_size
     if size is not None:
         return size
-    padded = sum(piece.shape[0] for piece in weights.get(WORDS, []))
     raise ValueError(
-        f"{checkpoint.folder}: the vocabulary is padded to {padded}, and the checkpoint does not say how many tokens "
+        f"{checkpoint.folder}: the vocabulary is padded to {there}, and the checkpoint does not say how many tokens "
         "are real: give its tokenizer (--vocab-file and --merge-file, or --tokenizer-model) or --vocab-size"
     )
 
@@ -156,7 +171,7 @@ def saved_sections(args: Mapping[str, Any], sections: Mapping[str, type[Config]]
     if "params_dtype" in found.get("precision", {}):
         found["precision"]["params_dtype"] = "float32"  # theirs is that of the weights, which fp16 and bf16 say here
     if args and "training" in found:
-        found["training"]["loss_normalization"] = "microbatch"
+        found["training"] |= {"loss_normalization": "microbatch", "eval_samples": "moving"}
     return found
 
 

@@ -148,10 +148,13 @@ def _state(transfer: Transfer) -> dict[str, Any]:
 
 @torch.no_grad()
 def native_logits(directory: Path, tokens: Tensor, step: int | None = None) -> Tensor:
-    """What the GPT of a checkpoint gives for token ids [b, s], by our model on one rank in float32: [b, s, v]."""
+    """What the GPT of a checkpoint gives for token ids [b, s], by our model on one rank in float32: [b, s, v].
+
+    v is without padding, except for that which is trained.
+    """
     transfer = from_native(directory, step, optimizer=False)
     model = transfer.model().to_empty(device="cpu")
     shardings = parameter_shardings(model)
     tensors = {name: (parameter.detach(), shardings[name]) for name, parameter in model.named_parameters()}
     load_checkpoint(directory, tensors, rank=0, layout={}, iteration=transfer.iteration, skip=(OPTIMIZER,))
-    return model.float().eval()(tokens)[..., : transfer.vocab_size]
+    return model.float().eval()(tokens)[..., : transfer.config.vocabulary_rows(transfer.vocab_size)]

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from megatron.checkpointing.convert.deferred import Readable, in_dtype
+from megatron.checkpointing.convert.deferred import Deferred, Readable, in_dtype
 from megatron.checkpointing.convert.mapping import Entry, Rows, refuse_left_overs
 from megatron.model import GPTModel, TransformerConfig
 from megatron.mpu.initialize import SERIAL_GROUP
 from megatron.mpu.sharding import parameter_shardings
 
 OPTIMIZER = "optimizer."
+_OF_TOKENS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Transfer:
     """A model, and of its training what the source knows.
 
     Attributes:
-        config, vocab_size: the model's.
+        config, vocab_size: the model's; the rows of the vocabulary are `config.vocabulary_rows(vocab_size)`.
         tensors: weights by our names and, if `optimizer` is there, its state as `optimizer.KIND.NAME`; whole.
         iteration: after which it was saved.
         progress: samples consumed and the like, as a run keeps them.
@@ -69,6 +70,12 @@ class Transfer:
             if self.tensors[name].shape != tuple(shape):
                 raise ValueError(f"{name} is {list(self.tensors[name].shape)} and must be {list(shape)}")
 
+    def without_padding(self) -> "Transfer":
+        """The same without the rows of the vocabulary that are no tokens, where these are weights."""
+        config = dataclasses.replace(self.config, padded_vocab_size=None)
+        tensors = {n: _first_rows(t, self.vocab_size) if n.endswith(_OF_TOKENS) else t for n, t in self.tensors.items()}
+        return dataclasses.replace(self, config=config, tensors=tensors)
+
     def without_optimizer(self) -> "Transfer":
         """The weights alone."""
         return dataclasses.replace(self, tensors=self.weights, optimizer=None)
@@ -78,6 +85,12 @@ class Transfer:
         if self.optimizer is not None and dtype != self.dtype:
             raise ValueError("weights change their number format only without the optimizer: give --no-load-optim")
         return dataclasses.replace(self, tensors={name: in_dtype(t, dtype) for name, t in self.tensors.items()})
+
+
+def _first_rows(tensor: Readable, rows: int) -> Readable:
+    if tensor.shape[0] == rows:
+        return tensor
+    return Deferred(tensor.dtype, (rows, *tensor.shape[1:]), lambda: tensor.read()[:rows].contiguous())
 
 
 def table_of(entries: Iterable[Entry], theirs: Mapping[str, Sequence[Readable]], rows: Rows) -> list[str]:
