@@ -1,1 +1,1 @@
-"""Floor 4: what is done with a trained model. Here: generating text."""
+"""Floor 4: what is done with a trained model: fine-tuning on RACE and GLUE, and generating text."""

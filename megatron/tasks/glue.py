@@ -1,0 +1,124 @@
+"""MNLI and QQP from the tab-separated files of GLUE (Wang et al., arXiv:1804.07461): two sentences and a class."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron.base.complaints import raise_joined
+from megatron.data.bert_dataset import shortened
+from megatron.tasks.examples import Example, room_for_pair
+from megatron.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What a task's files look like: the first line names the columns, of which these are read.
+
+    Attributes:
+        key: tells the lines of a file apart.
+        sentences: the two texts.
+        label: the class, one of `classes`.
+    """
+
+    key: str
+    sentences: tuple[str, str]
+    label: str
+    classes: tuple[str, ...]
+
+
+# MNLI's train.tsv has 12 columns and its dev_(mis)matched.tsv 16, for they have more annotators; QQP's have 6. The test
+# files have no label. The numbers of MNLI's classes are those of Megatron-LM.
+LAYOUTS = {
+    "MNLI": Layout("index", ("sentence1", "sentence2"), "gold_label", ("contradiction", "entailment", "neutral")),
+    "QQP": Layout("id", ("question1", "question2"), "is_duplicate", ("0", "1")),
+}
+
+
+class Line(NamedTuple):
+    """What is read of a line; `file` is the name of its file without the extension."""
+
+    file: str
+    key: str
+    first: str
+    second: str
+    label: int
+
+
+def read_lines(paths: Sequence[str], layout: Layout, flag: str, *, skip_malformed: bool = False) -> list[Line]:
+    """The lines of files, in order. A quote is a character like any other.
+
+    Raises `ConfigError` with a sentence that names the first line which is not as it should be, of each file; `flag` is
+    what named the files. With `skip_malformed` lines with another number of columns than the first one are left out, as
+    the published train.tsv of QQP has a few.
+    """
+    found: list[Line] = []
+    problems: list[str] = []
+    for path in paths:
+        before = len(found)
+        try:
+            found += _lines_of(Path(path), layout, skip_malformed)
+        except OSError as error:
+            problems.append(f"{flag} {path}: it cannot be read: {error.strerror or error}")
+        except ValueError as error:
+            problems.append(f"{flag} {error}")
+        else:
+            if len(found) == before:
+                problems.append(f"{flag} {path}: there are no lines in it behind that of the columns' names")
+    raise_joined(problems)
+    return found
+
+
+def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """The columns of each line that is not empty, and its number from 1."""
+    with open(path, encoding="utf-8-sig", newline="\n") as stream:
+        try:
+            for number, line in enumerate(stream, 1):
+                if line.strip():
+                    yield number, line.rstrip("\r\n").split("\t")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: it is not UTF-8: {error}") from None
+
+
+def _lines_of(path: Path, layout: Layout, skip_malformed: bool) -> list[Line]:
+    rows = _rows(path)
+    _, names = next(rows, (1, []))
+    wanted = (layout.key, *layout.sentences, layout.label)
+    missing = [name for name in wanted if name not in names]
+    if missing:
+        raise ValueError(f"{path}, line 1: it must name the columns, and {', '.join(missing)} are not among them")
+    places = [names.index(name) for name in wanted]
+    found = []
+    for number, columns in rows:
+        if len(columns) == len(names):
+            key, first, second, label = (columns[place] for place in places)
+            found.append(Line(path.stem, key, first, second, _class_of(label, layout, f"{path}, line {number}")))
+        elif not skip_malformed:
+            raise ValueError(
+                f"{path}, line {number}: it has {len(columns)} columns, and the first line names {len(names)}"
+            )
+    return found
+
+
+def _class_of(label: str, layout: Layout, where: str) -> int:
+    if label not in layout.classes:
+        raise ValueError(f"{where}: {layout.label} is {label!r:.40}: it must be one of {', '.join(layout.classes)}")
+    return layout.classes.index(label)
+
+
+def glue_examples(lines: Sequence[Line], tokenizer: Tokenizer, seq_length: int) -> list[Example]:
+    """An example for each line, named by its file and key.
+
+    Where both sentences together are too long, tokens are taken from the end of the longer one, one by one.
+    """
+    room = room_for_pair(seq_length)
+    first = tokenizer.tokenize_batch([line.first for line in lines])
+    second = tokenizer.tokenize_batch([line.second for line in lines])
+    found = []
+    for line, a, b in zip(lines, first, second, strict=True):
+        kept = shortened(len(a), len(b), room)
+        pair = (np.array(a[: kept[0]], np.int32), np.array(b[: kept[1]], np.int32))
+        found.append(Example(f"{line.file}#{line.key}", line.file, line.label, (pair,)))
+    return found
