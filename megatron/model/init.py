@@ -81,7 +81,7 @@ def fill_parameter(parameter: Tensor, sharding: Sharding, fill: Fill, seed: int)
         held = [piece for piece in pieces if _overlap(piece, rows)]
         if held:
             torch.default_generator.manual_seed(block_seed(seed, sharding.name, block))
-            drawn = torch.empty(len(rows), *sharding.global_shape[1:], dtype=torch.float32)
+            drawn = torch.empty(len(rows), *sharding.global_shape[1:], dtype=torch.float32, device="cpu")
             fill(drawn)
         for piece in held:
             _copy_rows(parameter, piece, drawn, rows)

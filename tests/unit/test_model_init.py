@@ -30,6 +30,13 @@ def block(seed: int, name: str, number: int, rows: int, columns: int, std: float
     return torch.empty(rows, columns).normal_(0.0, std, generator=generator)
 
 
+def test_a_default_device_of_the_users_does_not_matter() -> None:
+    with torch.device("meta"):  # where nothing can be drawn
+        actual = gpt()
+    expected = gpt()
+    assert all(torch.equal(actual[name], weight) for name, weight in expected.items())
+
+
 def test_the_seed_of_a_block_is_32_bits_of_sha256() -> None:
     seeds = {block_seed(seed, name, number) for seed in (1, 2, 11) for name in ("a", "b", "1") for number in range(20)}
     assert len(seeds) == 3 * 3 * 20
