@@ -8,7 +8,6 @@ Exit code 0 where they are equal, 1 where they are not or the layout fails, 2 fo
 With --dry-run nothing is trained: the layout is planned at its full size, and one rank's part of it shown.
 """
 
-import ast
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from megatron.base.config import Config, flag, minimum_problems
 from megatron.parity.check import LayoutFailed, check_layout
 from megatron.parity.dry_run import plan
 from megatron.parity.ranks import RanksFailed
+from megatron.parity.record import script_problems
 from megatron.parity.report import table, verdict, what_is_checked
 from megatron.parity.shrink import degrees_of, fitted, shrunk
 from megatron.training.arguments import read_flags
@@ -54,13 +54,7 @@ class CheckConfig(Config):
         return found
 
     def input_problems(self) -> list[str]:
-        if not Path(self.script).is_file():
-            return [f"--script {self.script}: there is no such file"]
-        try:
-            ast.parse(Path(self.script).read_bytes())
-        except (SyntaxError, ValueError) as error:
-            return [f"--script {self.script}: it cannot be read as Python ({error})"]
-        return []
+        return script_problems(self.script)
 
     def rank_problems(self, ranks: int) -> list[str]:
         """One sentence where a run on so many ranks has none that --dry-run could show."""

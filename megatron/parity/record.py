@@ -1,8 +1,10 @@
 """What one rank keeps of a short run: losses, every reduced gradient of every iteration, the weights at the end."""
 
+import ast
 import contextlib
 import dataclasses
 import runpy
+import symtable
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -75,10 +77,28 @@ def record_run(train: Train, config: RunConfig) -> Record:
     return record
 
 
+def script_problems(script: str) -> list[str]:
+    """A sentence where there is no such file, it is not Python, or gives no name `train`; nothing in it is run."""
+    if not Path(script).is_file():
+        return [f"--script {script}: there is no such file"]
+    try:
+        text = Path(script).read_bytes()
+        names = symtable.symtable(text, script, "exec").get_symbols()  # type: ignore[arg-type]
+        imports_all = any(isinstance(node, ast.alias) and node.name == "*" for node in ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError, RecursionError) as error:
+        return [f"--script {script}: it cannot be read as Python ({error})"]
+    given = any(name.get_name() == "train" and (name.is_assigned() or name.is_imported()) for name in names)
+    return [] if given or imports_all else [_without_train(script)]
+
+
+def _without_train(script: str) -> str:
+    return f"--script {script}: it has no function train(config, observers)"
+
+
 def train_of(script: str) -> Train:
     """The function `train` of a training script. ValueError where it has none."""
     sys.path.insert(0, str(Path(script).resolve().parent))
     train: Train | None = runpy.run_path(script).get("train")
     if train is None:
-        raise ValueError(f"--script {script}: it has no function train(config, observers)")
+        raise ValueError(_without_train(script))
     return train
