@@ -1,5 +1,7 @@
-"""GPT and its parts (transformer blocks, embedding, output), written with the layers of `megatron.mpu`."""
+"""GPT, BERT and their parts (transformer blocks, embedding, heads), written with the layers of `megatron.mpu`."""
 
+from megatron.model.bert import BertEncoder, BertModel, BertOutput, Encoding, build_bert
+from megatron.model.bert_tasks import BertForClassification, BertForMultipleChoice
 from megatron.model.chunk import Chunk
 from megatron.model.config import TransformerConfig
 from megatron.model.gpt import GPTModel, build_gpt
@@ -8,10 +10,17 @@ from megatron.model.output import gather_logits
 from megatron.model.recompute import RecomputeConfig
 
 __all__ = [
+    "BertEncoder",
+    "BertForClassification",
+    "BertForMultipleChoice",
+    "BertModel",
+    "BertOutput",
     "Chunk",
+    "Encoding",
     "GPTModel",
     "RecomputeConfig",
     "TransformerConfig",
+    "build_bert",
     "build_gpt",
     "gather_logits",
     "initialize_parameters",

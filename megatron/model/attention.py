@@ -1,6 +1,7 @@
 """Self-attention with its heads split over the tensor ranks."""
 
 import functools
+from collections.abc import Callable
 from typing import Unpack
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.model.config import TransformerConfig
-from megatron.model.documents import DocumentLengths, attend_within
+from megatron.model.documents import Visible, attend_within
 from megatron.model.dropout import dropout_stream
 from megatron.model.init import normal, output_normal
 from megatron.model.kernels import fused_attention, unfused_attention
@@ -53,29 +54,30 @@ class SelfAttention(nn.Module):
             **where,
         )
 
-    def forward(self, hidden: Tensor, document_lengths: DocumentLengths | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden: Tensor, visible: Visible = None) -> tuple[Tensor, Tensor]:
         """[s, b, h] -> ([s, b, h] without the bias of the output projection, that bias [h]).
 
-        With `document_lengths` a position sees those of its own document alone. With sequence parallelism both are
-        this rank's [s/t, b, h].
+        `visible` says what a position sees of its sample. With sequence parallelism both are this rank's [s/t, b, h].
         """
         fused, _ = self.query_key_value(hidden)  # [s, b, n/t * 3 * d]
         heads = fused.unflatten(-1, (-1, 3, self.head_size))  # [s, b, n/t, 3, d]
         query, key, value = (part.permute(1, 2, 0, 3) for part in heads.unbind(3))  # [b, n/t, s, d]
-        attend = self.attend
-        if document_lengths is not None:
-            attend = functools.partial(attend_within, document_lengths, self.attend)
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor] = self.attend
+        if isinstance(visible, Tensor):
+            attend = functools.partial(self.attend, mask=visible)
+        elif visible is not None:
+            attend = functools.partial(attend_within, visible, self.attend)
         if self.recompute_core and torch.is_grad_enabled():
             context = mpu.checkpoint(attend, query, key, value)
         else:
             context = attend(query, key, value)
         return self.dense(context.permute(2, 0, 1, 3).flatten(2))  # from [b, n/t, s, d]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention itself, [b, n/t, s, d] each.
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attention itself, [b, n/t, s, d] each; `mask` [b, 1, 1, s] is true for what may be seen.
 
         Dropout comes from this tensor rank's own stream, since each rank has other heads.
         """
         p = self.dropout if self.training else 0.0
         with dropout_stream(sharded=p > 0):
-            return self.kernel(query, key, value, causal=self.causal, p=p)
+            return self.kernel(query, key, value, causal=self.causal, p=p, mask=mask)

@@ -14,6 +14,7 @@ _SIGNATURE = (
     "max_position_embeddings",
     "layernorm_epsilon",
     "norm_position",
+    "apply_residual_connection_post_layernorm",
     "activation",
     "padded_vocab_size",
     "untie_embeddings_and_output_weights",
@@ -48,6 +49,9 @@ class TransformerConfig(Config):
         "pre",
         "pre: x + f(LN(x)) with a norm at the end; post: LN(x + f(x)), as the original BERT",
         choices=("pre", "post"),
+    )
+    apply_residual_connection_post_layernorm: bool = flag(
+        False, "take the residual from the output of a layer's norms, not from their input; with --norm-position pre"
     )
     activation: str = flag("gelu_tanh", "GELU by its tanh approximation or exactly", choices=("gelu_tanh", "gelu_erf"))
     attention_backend: str = flag(
@@ -94,6 +98,10 @@ class TransformerConfig(Config):
         problems = choice_problems(self) + minimum_problems(self, 1, *sizes, *optional, "padded_vocab_size")
         problems += minimum_problems(self, 0, "layernorm_epsilon", "init_method_std")
         problems += range_problems(self, 0, 1, "attention_dropout", "hidden_dropout")
+        if self.apply_residual_connection_post_layernorm and self.norm_position != "pre":
+            problems.append(
+                f"--apply-residual-connection-post-layernorm: it needs --norm-position pre, not {self.norm_position}"
+            )
         heads = self.num_attention_heads
         if self.kv_channels is None and heads > 0 and self.hidden_size % heads:
             problems.append(

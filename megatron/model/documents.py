@@ -12,6 +12,8 @@ from torch import Tensor
 
 # For each sample of a micro-batch the tokens of each of its documents, in order; each list adds up to s.
 DocumentLengths = Sequence[Sequence[int]]
+# What a position sees of its sample: those of its own document, or those where a mask [b, 1, 1, s] is true, or all.
+Visible = DocumentLengths | Tensor | None
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megatron.model.attention import SelfAttention
 from megatron.model.config import TransformerConfig
-from megatron.model.documents import DocumentLengths
+from megatron.model.documents import Visible
 from megatron.model.dropout import dropout_stream
 from megatron.model.functions import bias_dropout_add
 from megatron.model.mlp import MLP
@@ -45,11 +45,24 @@ class PreNormLayer(_Layer):
         self.post_attention_layernorm = LayerNorm(config, **where)
         self.mlp = MLP(config, **where)
 
-    def forward(self, hidden: Tensor, document_lengths: DocumentLengths | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, visible: Visible = None) -> Tensor:
         """[s, b, h] -> [s, b, h], or this rank's [s/t, b, h] of both."""
         # What the two give is handed on without a name: nobody needs it after the addition.
-        hidden = self.add(hidden, *self.self_attention(self.input_layernorm(hidden), document_lengths))
+        hidden = self.add(hidden, *self.self_attention(self.input_layernorm(hidden), visible))
         return self.add(hidden, *self.mlp(self.post_attention_layernorm(hidden)))
+
+
+class NormedResidualLayer(PreNormLayer):
+    """`y = LN(x); y + f(y)` for attention and then for the MLP: the residual is what the norm gives, not what it got.
+
+    Megatron-LM's `--apply-residual-connection-post-layernorm`. Arguments as `transformer_layer`.
+    """
+
+    def forward(self, hidden: Tensor, visible: Visible = None) -> Tensor:
+        """[s, b, h] -> [s, b, h], or this rank's [s/t, b, h] of both."""
+        hidden = self.input_layernorm(hidden)
+        hidden = self.post_attention_layernorm(self.add(hidden, *self.self_attention(hidden, visible)))
+        return self.add(hidden, *self.mlp(hidden))
 
 
 class PostNormLayer(_Layer):
@@ -67,16 +80,16 @@ class PostNormLayer(_Layer):
         self.mlp = MLP(config, **where)
         self.post_mlp_layernorm = LayerNorm(config, **where)
 
-    def forward(self, hidden: Tensor, document_lengths: DocumentLengths | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, visible: Visible = None) -> Tensor:
         """[s, b, h] -> [s, b, h], or this rank's [s/t, b, h] of both."""
-        hidden = self.post_attention_layernorm(self.add(hidden, *self.self_attention(hidden, document_lengths)))
+        hidden = self.post_attention_layernorm(self.add(hidden, *self.self_attention(hidden, visible)))
         return self.post_mlp_layernorm(self.add(hidden, *self.mlp(hidden)))
 
 
 def transformer_layer(
     config: TransformerConfig, *, causal: bool, recompute_core: bool = False, **where: Unpack[Placement]
 ) -> PreNormLayer | PostNormLayer:
-    """One layer of the kind that `config.norm_position` names.
+    """One layer of the kind that `config.norm_position` and `config.apply_residual_connection_post_layernorm` name.
 
     Args:
         config: the sizes and choices.
@@ -84,5 +97,7 @@ def transformer_layer(
         recompute_core: keep nothing of the attention itself but its result, and compute it again in the backward pass.
         where: group, dtype and device of the parameters, and whether hidden states are a shard of the sequence.
     """
-    kind = PreNormLayer if config.norm_position == "pre" else PostNormLayer
+    kind: type[PreNormLayer] | type[PostNormLayer] = PostNormLayer
+    if config.norm_position == "pre":
+        kind = NormedResidualLayer if config.apply_residual_connection_post_layernorm else PreNormLayer
     return kind(config, causal=causal, recompute_core=recompute_core, **where)

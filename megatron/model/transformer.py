@@ -11,7 +11,7 @@ from megatron import mpu
 from megatron.base.complaints import raise_joined
 from megatron.base.stages import StagePart, part_problems, whole_model
 from megatron.model.config import TransformerConfig
-from megatron.model.documents import DocumentLengths
+from megatron.model.documents import Visible
 from megatron.model.layer import transformer_layer
 from megatron.model.norm import LayerNorm
 from megatron.model.placement import Placement
@@ -70,14 +70,14 @@ class Transformer(nn.Module):
         layers = [self.layers[str(number)] for number in part.layers]
         return [*layers, self.final_layernorm] if part.head and self.final_layernorm is not None else layers
 
-    def forward(self, hidden: Tensor, document_lengths: DocumentLengths | None = None, chunk: int = 0) -> Tensor:
+    def forward(self, hidden: Tensor, visible: Visible = None, chunk: int = 0) -> Tensor:
         """[s, b, h] -> [s, b, h], or this rank's [s/t, b, h] of both, through the layers of its stage `chunk`.
 
-        With `document_lengths` the documents of a sample do not see each other.
+        `visible` says what a position sees of its sample.
         """
         part = self.stages[chunk]
         for names, again in self.recompute.groups([str(number) for number in part.layers]):
-            run = functools.partial(self.run, names, document_lengths)
+            run = functools.partial(self.run, names, visible)
             if again and torch.is_grad_enabled():
                 distribute = self.recompute.distribute_saved_activations
                 hidden = mpu.checkpoint(run, hidden, distribute=distribute, group=self.group)
@@ -85,8 +85,8 @@ class Transformer(nn.Module):
                 hidden = run(hidden)
         return self.final_layernorm(hidden) if part.head and self.final_layernorm is not None else hidden
 
-    def run(self, names: Sequence[str], document_lengths: DocumentLengths | None, hidden: Tensor) -> Tensor:
+    def run(self, names: Sequence[str], visible: Visible, hidden: Tensor) -> Tensor:
         """The layers of these names, one after another."""
         for name in names:
-            hidden = self.layers[name](hidden, document_lengths)
+            hidden = self.layers[name](hidden, visible)
         return hidden

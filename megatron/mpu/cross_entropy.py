@@ -115,37 +115,42 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
+        bias: torch.Tensor | None,
         columns: _Columns,
         chunk: int,
         dtype: torch.dtype,
         entrance: Entrance,
     ) -> torch.Tensor:
         whole, matrix = entrance.gather(hidden), weight.to(dtype)
-        parts = [_local_sums(F.linear(whole[at], matrix), columns, at) for at in _chunks(whole, chunk)]
+        parts = [_local_sums(F.linear(whole[at], matrix, bias), columns, at) for at in _chunks(whole, chunk)]
         loss, norms = _combine(torch.cat(parts, dim=-1), columns, entrance.info)
         ctx.columns, ctx.chunk, ctx.dtype, ctx.entrance = columns, chunk, dtype, entrance
         ctx.weight = weight  # itself, for its `main_grad`
-        ctx.save_for_backward(hidden, weight, norms)
+        ctx.save_for_backward(hidden, weight, bias, norms)
         return loss
 
     @staticmethod
     @backward_once
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, norms = ctx.saved_tensors
+        hidden, weight, bias, norms = ctx.saved_tensors
         whole, matrix = ctx.entrance.gather(hidden), weight.to(ctx.dtype)
         grad_hidden = whole.new_empty(whole.shape) if ctx.needs_input_grad[0] else None
         total = _running_total(ctx.weight) if ctx.needs_input_grad[1] else None
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=_wide_dtype(bias))
         summed = None
         for at in _chunks(whole, ctx.chunk):
-            grad = _logits_gradient(F.linear(whole[at], matrix), norms, ctx.columns, grad_loss, at)
+            grad = _logits_gradient(F.linear(whole[at], matrix, bias), norms, ctx.columns, grad_loss, at)
             if grad_hidden is not None:
                 grad_hidden[at] = grad @ matrix
                 if at.stop >= whole.size(0):  # the last: the sum runs beside the product that follows
                     summed = ctx.entrance.start_sum(grad_hidden)
             if total is not None:
                 add_product(total, grad.t(), whole[at])
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=grad_bias.dtype)
         grad_weight = None if total is None else _settled(ctx.weight, total)
-        return None if summed is None else summed.wait(), grad_weight, None, None, None, None
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return None if summed is None else summed.wait(), grad_weight, grad_bias, None, None, None, None
 
 
 def _running_total(weight: torch.Tensor) -> torch.Tensor:
@@ -216,12 +221,13 @@ def vocab_parallel_linear_cross_entropy(
     weight: torch.Tensor,
     target: torch.Tensor,
     *,
+    bias: torch.Tensor | None = None,
     chunk_size: int | None = None,
     vocab_size: int | None = None,
     group: Group = None,
     sequence_parallel: bool = False,
 ) -> torch.Tensor:
-    """`vocab_parallel_cross_entropy` of the logits `hidden @ weight.T`, `chunk_size` tokens at a time; `[tokens]`.
+    """`vocab_parallel_cross_entropy` of the logits `hidden @ weight.T + bias`, by `chunk_size` tokens; `[tokens]`.
 
     Forward two small all-reduces for all chunks together, backward one of the gradient of `hidden`, which is summed
     over the ranks here: no `copy_to_tensor_model_parallel_region` before it. With `sequence_parallel` forward an
@@ -231,7 +237,7 @@ def vocab_parallel_linear_cross_entropy(
 
     Args:
         hidden: `[tokens, h]`, the same on every tensor rank; with `sequence_parallel` this rank's `[tokens/t, h]`.
-        weight: `[v/t, h]`, this rank's rows.
+        weight, bias: `[v/t, h]` and `[v/t]`, this rank's rows.
         target: `[tokens]`, the same on every rank.
         target, vocab_size: further as in `vocab_parallel_cross_entropy`.
 
@@ -245,11 +251,12 @@ def vocab_parallel_linear_cross_entropy(
         raise ValueError(f"hidden of shape {tuple(hidden.shape)}: it must be [tokens, h]")
     _check_target(target, hidden, info.size if sequence_parallel else 1)
     if chunk_size is None or chunk_size >= target.size(0):
-        logits = parallel_linear(hidden, weight, group=info, sequence_parallel=sequence_parallel)
+        logits = parallel_linear(hidden, weight, bias, group=info, sequence_parallel=sequence_parallel)
         return vocab_parallel_cross_entropy(logits, target, vocab_size=vocab_size, group=info)
     dtype = autocast_dtype(hidden)
     if dtype is not None:
         hidden = hidden.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
     columns = _Columns(target, weight.size(0), vocab_size, info)
     entrance = Entrance(info, sequence_parallel)
-    return apply(_LinearCrossEntropy, hidden, weight, columns, chunk_size, dtype or weight.dtype, entrance)
+    return apply(_LinearCrossEntropy, hidden, weight, bias, columns, chunk_size, dtype or weight.dtype, entrance)

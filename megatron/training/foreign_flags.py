@@ -53,7 +53,7 @@ UNSUPPORTED = frozenset(
     """
     fp32-residual-connection fp16-lm-cross-entropy
     no-save-optim no-save-rng override-lr-scheduler use-checkpoint-lr-scheduler exit-signal-handler
-    apply-residual-connection-post-layernorm openai-gelu init-method-xavier-uniform log-params-norm
+    openai-gelu init-method-xavier-uniform log-params-norm
     log-num-zeros-in-grad
     position-embedding-type no-position-embedding rotary-base rotary-percent rotary-seq-len-interpolation-factor
     use-rotary-position-embeddings use-rope-scaling

@@ -120,7 +120,8 @@ def test_no_square_matrix_is_handed_to_the_kernel() -> None:
         model(ids(1), document_lengths=padded(LENGTHS))
     documents = sum(map(len, LENGTHS))
     assert called.call_count == 2 * documents
-    assert all(call.kwargs == {"dropout_p": 0.0, "is_causal": True} for call in called.call_args_list)
+    for call in called.call_args_list:
+        assert call.kwargs == {"attn_mask": None, "dropout_p": 0.0, "is_causal": True}
 
 
 def test_one_document_a_sample_is_the_plain_model() -> None:

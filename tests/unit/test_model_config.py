@@ -88,6 +88,11 @@ def test_what_was_not_given_is_traced_to_what_was() -> None:
     assert given.startswith("--ffn-hidden-size 96: it must be a multiple")
 
 
+def test_the_residual_of_a_norm_needs_norms_before_the_blocks() -> None:
+    with pytest.raises(ValueError, match="--apply-residual-connection-post-layernorm: it needs --norm-position pre"):
+        make(apply_residual_connection_post_layernorm=True, norm_position="post")
+
+
 def test_signature_spells_out_defaults() -> None:
     assert make().signature() == make(ffn_hidden_size=96, kv_channels=6).signature()
 
@@ -101,6 +106,7 @@ CHANGED: dict[str, Any] = {
     "kv_channels": 4,
     "layernorm_epsilon": 1e-6,
     "norm_position": "post",
+    "apply_residual_connection_post_layernorm": True,
     "activation": "gelu_erf",
     "untie_embeddings_and_output_weights": True,
     "padded_vocab_size": 512,
