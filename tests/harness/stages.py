@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron import mpu
 from megatron.base.stages import StagePart
 from megatron.model import Chunk, GPTModel, RecomputeConfig, TransformerConfig, build_gpt
+from megatron.model.staged import StagedModel
 
 VOCAB, S, B = 61, 12, 3
 WORDS = "embedding.word_embeddings.weight"
@@ -45,7 +46,7 @@ def deal(config: TransformerConfig, counts: Sequence[int], ranks: int, **given: 
     return [build(config, stages[rank::ranks], **given) for rank in range(ranks)]
 
 
-def in_order(models: Sequence[GPTModel]) -> list[Chunk]:
+def in_order(models: Sequence[StagedModel]) -> list[Chunk]:
     """The chunks of all pipeline ranks in the order of the model."""
     chunks = [model.chunks for model in models]
     return [of_rank[k] for k in range(len(chunks[0])) for of_rank in chunks if k < len(of_rank)]
