@@ -78,7 +78,7 @@ def make_section(config_class: type[Made], values: Mapping[str, Any]) -> Made:
     Raises `ConfigError` with a sentence for each value that is `Invalid` or obligatory and absent, else with what the
     config itself complains of.
     """
-    fields = [f for f in dataclasses.fields(config_class) if f.init]
+    fields = [f for f in dataclasses.fields(config_class) if f.init and f.name not in config_class.no_flags]
     owned = {f.name: values[f.name] for f in fields if f.name in values}
     missing = [
         f"{flag_name(f.name)} is not given, and there is no default for it"

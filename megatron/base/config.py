@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.base.complaints import raise_joined
 
@@ -11,6 +11,9 @@ from megatron.base.complaints import raise_joined
 @dataclasses.dataclass(frozen=True)
 class Config:
     """A frozen dataclass that raises `ConfigError` with everything in `problems()` when it is made."""
+
+    # Fields of the class it derives from that are no flags of it: whoever makes it otherwise may give them a value.
+    no_flags: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
         raise_joined(self.problems())
@@ -50,6 +53,12 @@ def flag(
     """
     info = FlagInfo(doc, tuple(choices) if choices is not None else None, tuple(aliases))
     return dataclasses.field(default=default, metadata={"flag": info})
+
+
+def flag_fields(config_class: type[Config]) -> list[dataclasses.Field[Any]]:
+    """The fields of a config class that a command line gives: those made by `flag` that are not `no_flags`."""
+    fields = dataclasses.fields(config_class)
+    return [field for field in fields if flag_info(field) is not None and field.name not in config_class.no_flags]
 
 
 def flag_info(field: dataclasses.Field[Any]) -> FlagInfo | None:

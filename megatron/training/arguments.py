@@ -21,8 +21,11 @@ from megatron.base.compose import (
     make_section,
     section_types,
 )
-from megatron.base.config import Config, FlagInfo, flag_info, flag_name
+from megatron.base.config import Config, FlagInfo, flag_fields, flag_info, flag_name
 from megatron.training.config_file import flags_from_yaml
+
+# Before the name of an ignored flag among what was given, so that it is not taken for a field of that name.
+_IGNORED = "ignored: "
 
 
 class Parser(argparse.ArgumentParser):
@@ -76,10 +79,9 @@ def add_config_flags(parser: argparse.ArgumentParser, config_class: type[Config]
     """
     title = re.split(r"[.;]", config_class.__doc__ or config_class.__name__)[0]
     group = parser.add_argument_group(title)
-    for field in dataclasses.fields(config_class):
+    for field in flag_fields(config_class):
         info = flag_info(field)
-        if info is None:
-            continue
+        assert info is not None
         names = [flag_name(field.name), *("--" + alias for alias in info.aliases)]
         accepted = f"; {_choices_text(info)}" if info.choices else ""
         help_text = (info.doc.rstrip(".") + accepted + _default_text(field)).replace("%", "%%")
@@ -171,7 +173,8 @@ def _parser_of(composed: type[ComposedConfig], prog: str | None) -> Parser:
     for words, reason in composed.ignored_flags.items():
         name, *value = words.split()
         kind: dict[str, Any] = {"metavar": value[0], "nargs": "?"} if value else {"action": "store_true"}
-        parser.add_argument("--" + name, default=argparse.SUPPRESS, help=f"accepted and ignored: {reason}", **kind)
+        kind |= {"dest": _IGNORED + name, "default": argparse.SUPPRESS}
+        parser.add_argument("--" + name, help=f"accepted and ignored: {reason}", **kind)
     # torch.distributed.launch passes it; the environment says the same.
     parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)
     return parser
@@ -248,7 +251,7 @@ def _tell_ignored(composed: type[ComposedConfig], namespace: argparse.Namespace)
         return
     for words, reason in composed.ignored_flags.items():
         name = words.split()[0]
-        if name.replace("-", "_") in vars(namespace):
+        if _IGNORED + name in vars(namespace):
             print(f"--{name} is ignored: {reason}", flush=True)
 
 

@@ -144,6 +144,11 @@ class RunConfig(ComposedConfig):
         """Replicas of the model in a world of `world_size` ranks."""
         return world_size // self.model_parallel_size
 
+    @property
+    def most_counted(self) -> int:
+        """What a sample without masked tokens adds to the number that divides the loss."""
+        return self.data.seq_length
+
     def layer_split(self, vocab_size: int | None = None) -> LayerSplit:
         """How the layers are divided over the stages.
 

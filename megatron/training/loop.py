@@ -11,12 +11,13 @@ from megatron import mpu
 from megatron.training.config import BatchSizes, RunConfig
 from megatron.training.failure import mistakes
 from megatron.training.losses import NonFiniteLoss
-from megatron.training.observers import Audience, Observer
+from megatron.training.observers import Audience, Metrics, Observer
 from megatron.training.pipeline import Batch, ForwardStep
 from megatron.training.resuming import restore
 from megatron.training.run import (
     SPLITS,
     DatasetProvider,
+    Evaluator,
     ModelProvider,
     Run,
     check_lengths,
@@ -48,6 +49,7 @@ def pretrain(
     flops_per_sample: float | None = None,
     hardware_flops_per_sample: float | None = None,
     observers: Sequence[Observer] = (),
+    evaluator: Evaluator | None = None,
 ) -> Trainee:
     """Train a model as `config` says, on every rank of the launcher's world alike.
 
@@ -68,6 +70,8 @@ def pretrain(
             MFU, which are left out without it.
         hardware_flops_per_sample: those that are executed, with recomputation, for the log line's HFU.
         observers: watch the run beside those that the flags ask for; called on the reporting rank alone.
+        evaluator: evaluates in place of the loss on `--eval-iters` batches, of the validation set when it is time for
+            it, and of the test set at the end. It leaves the model as it was.
 
     Returns what was trained. Raises `ConfigError` (a `ValueError`) for mistakes of the user; once ranks have met, an
     error on one ends all with its message (`training.failure`).
@@ -94,7 +98,7 @@ def pretrain(
         state, flops = trainee.state, (flops_per_sample, hardware_flops_per_sample)
         end = config.iterations(world.size, state.iteration, state.consumed_samples)
         timers = Timers(world.device) if config.logging.timing_log_level else None
-        run = Run(config, world, trainee, pipeline, datasets, forward_step, end, flops, audience, timers)
+        run = Run(config, world, trainee, pipeline, datasets, forward_step, end, flops, audience, timers, evaluator)
         try:
             audience.on_start(description(run))
             for message in messages:
@@ -188,15 +192,23 @@ def _due(interval: int | None, iteration: int) -> bool:
 
 
 def _evaluate(run: Run, split: str, first: int | None = None) -> None:
-    """The loss on `--eval-iters` global batches of `split`; nothing where there is no such set.
+    """Tell the loss on `--eval-iters` global batches of `split`, or what the evaluator finds; nothing without a set.
 
     They begin with the sample `first`, by default that of an evaluation after the present iteration.
     """
-    dataset, config = run.datasets[SPLITS.index(split)], run.config.training
-    if dataset is None or config.eval_iters == 0:
-        return
     run.trainee.optimizer.wait_for_parameters()
-    sizes = run.sizes()
+    metrics = _loss_on(run, split, first) if run.evaluator is None else run.evaluator(run, split)
+    if metrics is None:
+        return
+    if split == "validation":
+        run.trainee.state.evaluated_iteration = run.trainee.state.iteration
+    run.audience.on_evaluation(split, {"iteration": run.trainee.state.iteration, **metrics})
+
+
+def _loss_on(run: Run, split: str, first: int | None) -> Metrics | None:
+    dataset, config, sizes = run.datasets[SPLITS.index(split)], run.config.training, run.sizes()
+    if dataset is None or config.eval_iters == 0:
+        return None
     if first is None:
         first = first_evaluated(run.config, run.world.size, run.trainee.state.iteration)
     loss = evaluate(
@@ -207,12 +219,7 @@ def _evaluate(run: Run, split: str, first: int | None = None) -> None:
         global_batches=config.eval_iters,
         normalization=config.loss_normalization,
     ).mean
-    if split == "validation":
-        run.trainee.state.evaluated_iteration = run.trainee.state.iteration
-    perplexity = math.exp(min(loss, _HIGHEST_EXPONENT))
-    run.audience.on_evaluation(
-        split, {"iteration": run.trainee.state.iteration, "loss": loss, "perplexity": perplexity}
-    )
+    return {"loss": loss, "perplexity": math.exp(min(loss, _HIGHEST_EXPONENT))}
 
 
 def _final_evaluations(run: Run) -> None:

@@ -14,7 +14,7 @@ from megatron.data import GlobalBatchSampler, RampUp, build_loader
 from megatron.optimizer import learning_rate
 from megatron.training.config import BatchSizes, RunConfig
 from megatron.training.losses import NonFiniteLoss
-from megatron.training.observers import Audience
+from megatron.training.observers import Audience, Metrics
 from megatron.training.pipeline import Batch, ForwardStep, Pipeline
 from megatron.training.setup import World, device_facts
 from megatron.training.state import RunState, Trainee, duplicate_parameters
@@ -39,6 +39,9 @@ class SampleDataset(Protocol):
 SampleCounts = tuple[int, int, int]
 Datasets = Sequence[SampleDataset | None]  # training, validation, test
 
+# (run, split) -> what is told of an evaluation, None where there is nothing to evaluate on. Every rank calls it alike.
+Evaluator = Callable[["Run", str], Metrics | None]
+
 ModelProvider = Callable[[torch.dtype, torch.device], nn.Module]
 DatasetProvider = Callable[[SampleCounts], Datasets]
 
@@ -50,7 +53,7 @@ class Run:
     """Everything that the loop holds while it goes on; what moves is in `trainee`.
 
     `train_iters` is the iteration at which it ends; `flops_per_sample` are the model's and the executed ones, where
-    they are known.
+    they are known; `evaluator` evaluates in place of the loop.
     """
 
     config: RunConfig
@@ -63,6 +66,7 @@ class Run:
     flops_per_sample: tuple[float | None, float | None]
     audience: Audience
     timers: Timers | None = None
+    evaluator: Evaluator | None = None
 
     def sizes(self, consumed_samples: int | None = None) -> BatchSizes:
         """The batch of the iteration after `consumed_samples` samples; None is after the ramp-up."""
@@ -107,7 +111,7 @@ class Run:
             return None
         if self.config.training.loss_normalization == "microbatch":
             return float(sizes.global_batch_size // sizes.micro_batch_size)
-        return float(sizes.global_batch_size * self.config.data.seq_length)
+        return float(sizes.global_batch_size * self.config.most_counted)
 
     def words_on(self, error: NonFiniteLoss) -> str:
         """A sentence that is the same on all ranks: where in the present iteration the loss is not finite."""

@@ -254,6 +254,36 @@ def test_foreign_flags_are_none_of_ours() -> None:
     assert not RunConfig.unsupported_flags & RunConfig.renamed_flags.keys()
 
 
+def test_a_section_may_keep_back_flags_of_the_class_that_it_derives_from(capsys: pytest.CaptureFixture[str]) -> None:
+    """The field is there with its default, another section has the flag, and an ignored flag is no value of it."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Diesel(Engine):
+        """A diesel."""
+
+        no_flags = frozenset({"fuels", "power"})
+
+    @dataclasses.dataclass(frozen=True)
+    class Tank(Config):
+        """A tank."""
+
+        fuels: int = flag(1, "how many it holds")
+
+    @dataclasses.dataclass(frozen=True)
+    class Truck(ComposedConfig):
+        """A truck."""
+
+        engine: Diesel
+        tank: Tank
+        ignored_flags = {"power VALUE": "it is always the same"}
+
+    truck = parse_composed(Truck, ["--cylinders", "6", "--fuels", "2", "--power", "90"])
+    assert truck == Truck(Diesel(6), Tank(2))
+    assert "--power is ignored: it is always the same" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--kilowatts is not known"):
+        parse_composed(Truck, ["--cylinders", "6", "--kilowatts", "90"])
+
+
 def test_ignored_flags_take_their_values_and_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("lazy-mpu-init: true\ntensorboard-queue-size: 5\n")
