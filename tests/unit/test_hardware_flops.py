@@ -9,7 +9,7 @@ from megatron.base.formulas import hardware_flops, padded_vocab_size
 from megatron.model import RecomputeConfig, TransformerConfig, build_gpt
 from megatron.training.arguments import parse_composed
 from megatron.training.config import RunConfig
-from pretrain_gpt import flops_per_sample
+from megatron.training.flops import flops_per_sample
 from tests.harness.runs import flags
 
 B, S, LAYERS, HIDDEN, HEADS, INNER, HEAD_SIZE, VOCAB, DIVISIBLE_BY = 2, 16, 3, 32, 4, 48, 12, 50, 8
