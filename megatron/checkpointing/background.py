@@ -1,5 +1,6 @@
 """Saves while training goes on: tensors are copied to the host's memory, a thread writes them."""
 
+import datetime
 import os
 import threading
 from collections.abc import Mapping
@@ -22,14 +23,15 @@ class BackgroundSaver:
     """Saves one checkpoint at a time in a thread, all ranks of the job together.
 
     The ranks' threads agree with each other over a gloo group of their own, the callers over another, so that neither
-    meets the collectives of training. Making it is collective: it makes those two groups, unless `world_size` is 1.
+    meets the collectives of training. Making it is collective: it makes those two groups, unless `world_size` is 1. A
+    collective that waits for a rank fails after `timeout`, gloo's own by default.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, timeout: datetime.timedelta | None = None) -> None:
         self._rank = rank
         self._world_size = world_size
         several = world_size > 1
-        self._groups = [dist.new_group(backend="gloo") for _ in range(2)] if several else [None, None]
+        self._groups = [dist.new_group(backend="gloo", timeout=timeout) if several else None for _ in range(2)]
         self._staging = _Staging()
         self._work: _Work | None = None
 

@@ -1,7 +1,10 @@
 """The saves of a run: in the foreground or behind training; a failed one is told and tried again at the next turn."""
 
+import contextlib
 import dataclasses
+import datetime
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,10 +43,15 @@ class Saver:
     Args:
         directory: where the checkpoints go.
         rank, world_size: this rank's number in the job.
-        tell: given a sentence when a save has failed, and when one in the background has ended.
+        tell: given a sentence when a save has begun, ended or failed.
         in_background: whether training goes on while a checkpoint is written; then making a `Saver` is collective.
         keep_last: this many checkpoints are kept, all by default.
         max_failed: so many failures in a row raise `SaveError`; fewer are told.
+        saved_iteration: that of the checkpoint in `directory` from which the run goes on, if it does.
+        timeout: after which a collective of a save in the background fails that waits for a rank; gloo's by default.
+
+    Attributes:
+        saved_iteration: the last one of the run that `directory` holds. It is not saved again.
     """
 
     def __init__(
@@ -56,6 +64,8 @@ class Saver:
         in_background: bool = False,
         keep_last: int | None = None,
         max_failed: int = 3,
+        saved_iteration: int | None = None,
+        timeout: datetime.timedelta | None = None,
     ) -> None:
         self._directory = directory
         self._rank = rank
@@ -63,9 +73,9 @@ class Saver:
         self._tell = tell
         self._keep_last = keep_last
         self._failures = FailedSaves(max_failed)
-        self._background = BackgroundSaver(rank, world_size) if in_background else None
+        self._background = BackgroundSaver(rank, world_size, timeout) if in_background else None
         self._iteration = 0  # of the save that was started last
-        self.saved_iteration: int | None = None
+        self.saved_iteration = saved_iteration
 
     def save(
         self,
@@ -84,10 +94,14 @@ class Saver:
         failed before, and its own failure is raised.
         """
         self._settle(wait=True, limited=not last)
-        self._iteration = iteration
+        if self.saved_iteration == iteration:
+            return True
+        self._iteration, began = iteration, time.perf_counter()
         options: dict[str, Any] = {"layout": layout, "tensor_rank": tensor_rank, "keep_last": self._keep_last}
         if self._background is not None and not last:
             self._background.start(self._directory, iteration, tensors, state, rank_tensors, **options)
+            copied = time.perf_counter() - began
+            self._tell(f"iteration {iteration} is being written to {self._directory}, copied in {copied:.1f} s")
             return False
         options |= {"rank": self._rank, "world_size": self._world_size}
         try:
@@ -98,6 +112,7 @@ class Saver:
             self._tell(self._failures.failed(iteration, error))
             return False
         self._succeeded()
+        self._tell(f"saved iteration {iteration} to {self._directory} in {time.perf_counter() - began:.1f} s")
         return True
 
     def poll(self) -> None:
@@ -113,6 +128,12 @@ class Saver:
         self._background = None
         if was_busy:
             self._succeeded()
+
+    def abandon(self) -> None:
+        """Wait for a save in the background after the run has failed, however it ends; what it needed is left alone."""
+        if self._background is not None:
+            with contextlib.suppress(SaveError):
+                self._background.wait()
 
     def _settle(self, *, wait: bool, limited: bool) -> None:
         """Hear how a save in the background has ended; a failure at the limit is raised only if `limited`."""

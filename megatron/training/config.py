@@ -90,7 +90,7 @@ class TrainingConfig(Config):
             "eval_interval",
             "exit_interval",
         )
-        found += minimum_problems(self, 0, "train_iters", "eval_iters")
+        found += minimum_problems(self, 0, "train_iters", "eval_iters", "exit_duration_in_mins")
         return found + range_problems(self, 0, 2**32, "seed")  # what NumPy's generator takes
 
     def _length_problems(self) -> list[str]:

@@ -9,8 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn, Protocol
 
 from megatron.base.complaints import ConfigError, problems_of
+from megatron.checkpointing.errors import SaveError
 
 _KEY = "megatron/first-failure"
+
+# What all ranks raise alike: one tells it, in sentences and without a traceback, and with this code the run ends.
+_TOLD_BY_ONE = {ConfigError: 2, SaveError: 1}
 
 # Seconds for which ranks other than a node's first leave it to tell a mistake that all of them see alike.
 _SILENT_WAIT = 20.0
@@ -69,7 +73,7 @@ def mistakes() -> Iterator[None]:
         raise ConfigError([f"there is not enough memory for what is asked ({error})"]) from error
 
 
-def print_problems(error: ValueError | OSError) -> None:
+def print_problems(error: Exception) -> None:
     """Write the sentences of `error` to stderr, one a line."""
     problems = problems_of(error) if isinstance(error, ValueError) else [str(error)]
     for problem in problems:
@@ -81,35 +85,38 @@ def shared_failure(store: Store, rank: int) -> Iterator[None]:
     """Make the ranks of a run end with the message of the one that failed first.
 
     An exception inside the block is offered to `store`, which keeps the first. The rank whose message it is writes its
-    traceback and exits with 1; or, for a `ConfigError`, which is the user's mistake, its sentences and exits with 2.
+    traceback and exits with 1. For a `ConfigError`, which is the user's mistake, it writes sentences and exits with 2,
+    for a `SaveError` its sentence and exits with 1.
     Every other rank, which mostly fails because a collective lost its peer, says the first message and exits with 1.
     """
     try:
         yield
     except (Exception, SystemExit) as error:
         own = f"rank {rank}: {type(error).__name__}: {error}"
+        code = next((code for kind, code in _TOLD_BY_ONE.items() if isinstance(error, kind)), None)
         first = _first_failure(store, own)
         if first != own:
-            _leave_the_word(first, rank, isinstance(error, ConfigError))
+            _leave_the_word(first, rank, code)
         if isinstance(error, SystemExit):
             raise
-        if isinstance(error, ConfigError):
+        if code is not None:
             print_problems(error)
-            raise SystemExit(2) from None
+            raise SystemExit(code) from None
         traceback.print_exc()
         raise SystemExit(1) from None
 
 
-def _leave_the_word(first: str, rank: int, mistake: bool) -> NoReturn:
+def _leave_the_word(first: str, rank: int, shared_code: int | None) -> NoReturn:
     """End this rank behind the one that failed first, whose words a launcher would cut off by ending all ranks.
 
-    Where a `mistake` is seen by all ranks alike, the first one tells it and the launcher ends the others meanwhile.
+    What all ranks see alike, and end with `shared_code` for, the first one tells, and the launcher ends the others
+    meanwhile.
     """
-    if mistake:
+    if shared_code is not None:
         time.sleep(_SILENT_WAIT)
     print(f"rank {rank} stops because of {first}", file=sys.stderr, flush=True)
     time.sleep(_GRACE)
-    raise SystemExit(2 if mistake else 1) from None
+    raise SystemExit(1 if shared_code is None else shared_code) from None
 
 
 def _first_failure(store: Store, own: str) -> str:

@@ -36,6 +36,7 @@ IGNORED: Mapping[str, str] = {
     "use-legacy-models": _ONE_MODEL,
     "transformer-impl VALUE": _ONE_MODEL,
     "use-flash-attn": "--attention-backend fused, the default, is the fastest kernel that PyTorch has for the device",
+    "exit-signal-handler": "SIGTERM always saves and ends the run",
     "log-throughput": "the log line always has tokens and TFLOP/s",
 }
 
@@ -52,7 +53,7 @@ RENAMED: Mapping[str, str] = {
 UNSUPPORTED = frozenset(
     """
     fp32-residual-connection fp16-lm-cross-entropy
-    no-save-optim no-save-rng override-lr-scheduler use-checkpoint-lr-scheduler exit-signal-handler
+    no-save-optim no-save-rng override-lr-scheduler use-checkpoint-lr-scheduler
     openai-gelu init-method-xavier-uniform log-params-norm
     log-num-zeros-in-grad
     position-embedding-type no-position-embedding rotary-base rotary-percent rotary-seq-len-interpolation-factor

@@ -1,5 +1,7 @@
 """`pretrain`: from a config, a model, data and a forward step to a trained model."""
 
+import contextlib
+import datetime
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -10,6 +12,7 @@ from torch import distributed as dist
 from megatron import mpu
 from megatron.training.config import BatchSizes, RunConfig
 from megatron.training.failure import mistakes
+from megatron.training.leaving import leaving_together, words_on
 from megatron.training.losses import NonFiniteLoss
 from megatron.training.observers import Audience, Metrics, Observer
 from megatron.training.pipeline import Batch, ForwardStep
@@ -27,7 +30,7 @@ from megatron.training.run import (
     first_evaluated,
     sample_counts,
 )
-from megatron.training.saving import save
+from megatron.training.saving import run_saver, save
 from megatron.training.setup import World, distributed_world, world_size
 from megatron.training.start import description, new_model, new_optimizer, new_pipeline, open_outputs
 from megatron.training.state import RunState, Trainee
@@ -76,6 +79,7 @@ def pretrain(
     Returns what was trained. Raises `ConfigError` (a `ValueError`) for mistakes of the user; once ranks have met, an
     error on one ends all with its message (`training.failure`).
     """
+    began = time.monotonic()
     with mistakes():
         counts = sample_counts(config, world_size())
         datasets = dataset_provider(counts)
@@ -98,14 +102,18 @@ def pretrain(
         state, flops = trainee.state, (flops_per_sample, hardware_flops_per_sample)
         end = config.iterations(world.size, state.iteration, state.consumed_samples)
         timers = Timers(world.device) if config.logging.timing_log_level else None
-        run = Run(config, world, trainee, pipeline, datasets, forward_step, end, flops, audience, timers, evaluator)
-        try:
+        timeout = datetime.timedelta(minutes=config.distributed.distributed_timeout_minutes)
+        minutes = config.training.exit_duration_in_mins
+        with contextlib.ExitStack() as stack:
+            stack.callback(audience.on_end)
+            saver = stack.enter_context(run_saver(config, world, state, audience.on_message))
+            leaving = stack.enter_context(leaving_together(world.rank, world.size, minutes, began, timeout))
+            parts = (config, world, trainee, pipeline, datasets, forward_step)
+            run = Run(*parts, end, flops, audience, saver, leaving, timers, evaluator)
             audience.on_start(description(run))
             for message in messages:
                 audience.on_message(message)
             _train(run)
-        finally:
-            audience.on_end()
     return trainee
 
 
@@ -116,20 +124,34 @@ def _train(run: Run) -> None:
         _evaluate(run, "validation")
     end = run.config.batch_schedule(run.world.size).consumed_after(total - state.iteration, state.consumed_samples)
     batches = run.batches(training, state.consumed_samples, end, run.config.training.ramp_up)
-    interval = Interval(run.workload())
+    interval, reason = Interval(run.workload()), None
     while state.iteration < total:
         _iterate(run, batches, interval)
+        reason = run.leaving.answer()
+        if reason is not None:
+            break
         with interval.paused():
-            if _due(run.config.training.eval_interval, state.iteration):
-                _evaluate(run, "validation")
-            if _due(run.config.checkpoint.save_interval, state.iteration):
-                _save(run)
+            _between_iterations(run)
         if _due(run.config.training.exit_interval, state.iteration):
             break
-    _save(run)
-    if state.iteration == total:
+    _save(run, last=True)
+    if reason is not None:
+        minutes, folder = run.config.training.exit_duration_in_mins, run.config.checkpoint.save
+        run.audience.on_message(words_on(reason, state.iteration, minutes, folder))
+    elif state.iteration == total:
         _final_evaluations(run)
     run.trainee.optimizer.wait_for_parameters()  # whoever gets the model may read them without a forward pass
+
+
+def _between_iterations(run: Run) -> None:
+    """Evaluate and save where it is time to, and hear of a save in the background."""
+    iteration = run.trainee.state.iteration
+    if run.saver is not None:
+        run.saver.poll()
+    if _due(run.config.training.eval_interval, iteration):
+        _evaluate(run, "validation")
+    if _due(run.config.checkpoint.save_interval, iteration):
+        _save(run)
 
 
 def _iterate(run: Run, batches: Iterator[Batch], interval: Interval) -> None:
@@ -180,6 +202,7 @@ def _step(run: Run, batches: Iterator[Batch], lr: float, sizes: BatchSizes) -> S
             expected_count=run.expected_count(sizes),
             check_loss=run.config.training.check_for_nan_in_loss,
             timers=run.timers,
+            after_backward=run.leaving.ask,
         )
     except NonFiniteLoss as error:
         raise FloatingPointError(f"iteration {iteration}: {run.words_on(error)}") from None
@@ -229,14 +252,7 @@ def _final_evaluations(run: Run) -> None:
     _evaluate(run, "test", 0)
 
 
-def _save(run: Run) -> None:
+def _save(run: Run, *, last: bool = False) -> None:
     """Write a checkpoint below `--save`, if asked for and not written for this iteration yet."""
-    config, state = run.config, run.trainee.state
-    if config.checkpoint.save is None or state.saved_iteration == state.iteration:
-        return
-    began = time.perf_counter()
-    save(run.trainee, config, run.world)
-    state.saved_iteration = state.iteration
-    run.audience.on_message(
-        f"saved iteration {state.iteration} to {config.checkpoint.save} in {time.perf_counter() - began:.1f} s"
-    )
+    if run.saver is not None:
+        save(run.saver, run.trainee, run.config, last=last)

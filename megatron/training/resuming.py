@@ -1,6 +1,5 @@
 """A run's whole state out of a checkpoint."""
 
-import os
 from collections.abc import Mapping, Sequence
 
 from megatron import mpu
@@ -42,8 +41,7 @@ def restore(trainee: Trainee, config: RunConfig, world: World) -> list[str]:
     trainee.optimizer.after_load(masters=True)
     for name in PROGRESS:
         setattr(trainee.state, name, stored["run"][name])
-    if config.checkpoint.save is not None and os.path.realpath(config.checkpoint.save) == os.path.realpath(directory):
-        trainee.state.saved_iteration = iteration
+    trainee.state.loaded_iteration = iteration
     messages = [f"loaded iteration {iteration} of {directory}", *changes(stored["config"], config)]
     if loaded.rank_tensors is not None:
         trainee.load_own_tensors(loaded.rank_tensors)

@@ -10,9 +10,11 @@ from torch import distributed as dist
 
 from megatron import mpu
 from megatron.base.complaints import raise_joined
+from megatron.checkpointing import Saver
 from megatron.data import GlobalBatchSampler, RampUp, build_loader
 from megatron.optimizer import learning_rate
 from megatron.training.config import BatchSizes, RunConfig
+from megatron.training.leaving import Leaving
 from megatron.training.losses import NonFiniteLoss
 from megatron.training.observers import Audience, Metrics
 from megatron.training.pipeline import Batch, ForwardStep, Pipeline
@@ -65,6 +67,8 @@ class Run:
     train_iters: int
     flops_per_sample: tuple[float | None, float | None]
     audience: Audience
+    saver: Saver | None
+    leaving: Leaving
     timers: Timers | None = None
     evaluator: Evaluator | None = None
 

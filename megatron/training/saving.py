@@ -1,34 +1,80 @@
-"""A run's whole state into a checkpoint."""
+"""A run's whole state into checkpoints: what is written, and by whom."""
 
+import contextlib
 import dataclasses
+import datetime
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from megatron import mpu
-from megatron.checkpointing import save_checkpoint
+from megatron.checkpointing import CheckpointConfig, Saver
 from megatron.training.config import RunConfig
 from megatron.training.setup import World
-from megatron.training.state import Trainee, layout, library_versions, model_signature
+from megatron.training.state import RunState, Trainee, layout, library_versions, model_signature
 from megatron.training.stored import PROGRESS
 
 
-def save(trainee: Trainee, config: RunConfig, world: World) -> None:
-    """Write a checkpoint of `trainee` below `--save`. Collective: every rank takes part and writes what is its own."""
-    assert config.checkpoint.save is not None
+@contextlib.contextmanager
+def run_saver(config: RunConfig, world: World, state: RunState, tell: Callable[[str], None]) -> Iterator[Saver | None]:
+    """What saves the checkpoints of a run inside the block, None without `--save`. Collective with `--async-save`.
+
+    `tell` is given sentences. After an exception a save in the background goes on to its end: in process groups that
+    are the caller's it is waited for; else the interpreter waits for it, when all have been told what is wrong.
+    """
+    chosen = config.checkpoint
+    if chosen.save is None:
+        yield None
+        return
+    saver = Saver(
+        chosen.save,
+        world.rank,
+        world.size,
+        tell,
+        in_background=chosen.async_save,
+        keep_last=chosen.keep_last,
+        max_failed=chosen.max_failed_saves,
+        saved_iteration=state.loaded_iteration if _goes_on_in_its_folder(chosen) else None,
+        timeout=datetime.timedelta(minutes=config.distributed.distributed_timeout_minutes),
+    )
+    try:
+        yield saver
+    except BaseException:
+        if world.store is None:
+            saver.abandon()
+        raise
+    saver.close()
+
+
+def _goes_on_in_its_folder(config: CheckpointConfig) -> bool:
+    """Whether `--save` is the folder that the run was loaded from."""
+    folders = (config.save, config.load)
+    return len({os.path.realpath(folder) for folder in folders if folder is not None}) == 1 and None not in folders
+
+
+def save(saver: Saver, trainee: Trainee, config: RunConfig, *, last: bool = False) -> None:
+    """Write a checkpoint of `trainee`, or begin to. Collective: every rank takes part and writes what is its own.
+
+    See `Saver.save`: the `last` one of a run is there when this returns, or `SaveError` is raised.
+    """
     trainee.optimizer.wait_for_parameters()
-    state = {
+    saver.save(
+        trainee.state.iteration,
+        trainee.written(),
+        _plain_state(trainee, config),
+        trainee.own_tensors(),
+        layout=layout(),
+        tensor_rank=mpu.get_tensor_model_parallel_rank(),
+        last=last,
+    )
+
+
+def _plain_state(trainee: Trainee, config: RunConfig) -> dict[str, Any]:
+    """What a checkpoint keeps of a run beside tensors."""
+    return {
         "run": {name: getattr(trainee.state, name) for name in PROGRESS},
         "model": model_signature(trainee.model),
         "optimizer": trainee.optimizer.state(),
         "config": dataclasses.asdict(config),
         "versions": library_versions(),
     }
-    save_checkpoint(
-        config.checkpoint.save,
-        trainee.state.iteration,
-        trainee.written(),
-        state,
-        trainee.own_tensors(),
-        rank=world.rank,
-        world_size=world.size,
-        layout=layout(),
-        tensor_rank=mpu.get_tensor_model_parallel_rank(),
-    )

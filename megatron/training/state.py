@@ -26,8 +26,9 @@ class RunState:
     # Those of iterations that were not skipped: the learning rate goes by them.
     scheduled_samples: int = 0
     skipped_iterations: int = 0
-    # Of this process alone, not part of a checkpoint: what `--save` holds already, and what was evaluated last.
-    saved_iteration: int | None = None
+    # Of this process alone, not part of a checkpoint: that of the checkpoint it goes on from, None where it began at 0,
+    # and what was evaluated last.
+    loaded_iteration: int | None = None
     evaluated_iteration: int | None = None
 
 

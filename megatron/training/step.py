@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
@@ -34,6 +34,7 @@ def train_step(
     expected_count: float | None = None,
     check_loss: bool = False,
     timers: Timers | None = None,
+    after_backward: Callable[[], None] | None = None,
 ) -> Step:
     """Run one iteration and change the weights.
 
@@ -46,6 +47,7 @@ def train_step(
             scale is relative to a mean. None where there is no loss scale.
         check_loss: stop at a loss that is not finite on any rank; FP16 skips the step for it in any case.
         timers: add up where the time goes.
+        after_backward: called when the backward passes are over, before gradients are waited for and weights move.
 
     Raises `ValueError` where nothing was counted, `NonFiniteLoss` as asked, and what `Optimizer.step` raises.
     """
@@ -59,6 +61,8 @@ def train_step(
     pipeline.train(batches, forward_step, loss_of, num_micro_batches, optimizer.last_micro_batch, timers)
     with _measured(timers, "pipeline-wait"):  # for the stages that end later
         loss_sum = losses.total()
+    if after_backward is not None:
+        after_backward()
     with _measured(timers, "reduce-gradients"):
         optimizer.reduce_gradients(loss_sum.count / (expected_count or 1.0))
     in_fp16 = expected_count is not None

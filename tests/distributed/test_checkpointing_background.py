@@ -77,10 +77,11 @@ def slow_on_one(rank: int, world_size: int, directory: str) -> list[str]:
             ended_at.append(polls)
     saver.close()
     assert load_half(Path(directory), rank).iteration == 10
+    assert [line.split(" to ")[0] for line in told[::2]] == [f"iteration {n} is being written" for n in (10, 20, 30)]
     gathered: list[Any] = [None] * world_size
     dist.all_gather_object(gathered, ended_at)
     assert gathered[0] == gathered[1], "all ranks hear of it at the same step"
-    return told
+    return told[1::2]
 
 
 def test_all_ranks_hear_of_an_end_at_the_same_step(ranks: Ranks, tmp_path: Path) -> None:

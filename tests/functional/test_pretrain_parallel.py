@@ -94,6 +94,7 @@ def test_sharded_and_overlapped_are_bit_equal_to_plain(
 # --- what is sent -----------------------------------------------------------------------------------------------------
 
 LAYERS, HIDDEN, LENGTH, MICRO, FLOAT = 2, 32, 16, 2, 4
+LEAVE = 1  # whether any rank has a reason to end the run
 VOCABULARY = 104  # 100, padded to a multiple of 8
 
 
@@ -136,9 +137,9 @@ def padded(sizes: list[int], data: int) -> int:
 def test_data_parallel_ranks_send_the_gradients_once(
     ranks: Ranks, data_path: str, data: int, overlap: list[str]
 ) -> None:
-    """One all-reduce a bucket, the tied embedding being one, and 16 bytes of the loss."""
+    """One all-reduce a bucket, the tied embedding being one, 16 bytes of the loss, and a byte."""
     sent = of_one_iteration(ranks, data_path, 1, data, overlap)
-    assert sent == {"all_reduce": sorted([*bucket_bytes(data), 16])}
+    assert sent == {"all_reduce": sorted([*bucket_bytes(data), 16, LEAVE])}
 
 
 @pytest.mark.parametrize("overlap", [[], [REDUCE, GATHER]])
@@ -150,7 +151,7 @@ def test_the_sharded_optimizer_scatters_gradients_and_gathers_parameters(
     assert of_one_iteration(ranks, data_path, 1, 2, [SHARDED, *overlap]) == {
         "reduce_scatter": buckets,
         "all_gather": buckets,
-        "all_reduce": [16, 16],  # the loss and its count; the norm
+        "all_reduce": [LEAVE, 16, 16],  # the loss and its count; the norm
     }
 
 
@@ -165,5 +166,5 @@ def test_sequence_parallelism_gathers_and_scatters(ranks: Ranks, data_path: str)
     assert of_one_iteration(ranks, data_path, t, 1, [SP]) == {
         "all_gather": [activation] * gathers * micro_batches,
         "reduce_scatter": [activation] * scatters * micro_batches,
-        "all_reduce": sorted([*losses * micro_batches, partial, 8 * t]),
+        "all_reduce": sorted([*losses * micro_batches, partial, 8 * t, LEAVE]),
     }

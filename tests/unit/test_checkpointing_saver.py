@@ -164,11 +164,36 @@ def test_the_last_one_waits_for_the_one_before(tmp_path: Path, gate: Gate) -> No
     threading.Timer(0.1, gate.event.set).start()
     with pytest.raises(SaveError, match="No space left"):
         saver.save(20, placed(2.0), {}, own(2), layout={}, last=True)
-    assert "iteration 10 could not be saved" in told[0]
+    assert [line.split(" (")[0] for line in told[1:]] == ["iteration 10 could not be saved"]
     gate.failure = None
     assert saver.save(20, placed(2.0), {}, own(2), layout={}, last=True)
     saver.close()
     assert saved(tmp_path) == (20, 2.0, 2)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_what_is_saved_is_not_saved_again(tmp_path: Path, in_background: bool) -> None:
+    """Neither what the run went on from nor what is being written when the last save comes."""
+    told: list[str] = []
+    saver = Saver(tmp_path, 0, 1, told.append, in_background=in_background, saved_iteration=5)
+    assert saver.save(5, placed(1.0), {}, own(1), layout={}, last=True)
+    assert told == [] and list(tmp_path.iterdir()) == []
+    saver.save(10, placed(1.0), {}, own(1), layout={})
+    assert saver.save(10, placed(2.0), {}, own(2), layout={}, last=True)
+    saver.close()
+    assert saved(tmp_path) == (10, 1.0, 1)
+
+
+def test_a_run_that_failed_waits_for_its_save(tmp_path: Path, gate: Gate) -> None:
+    for iteration, failure in ((10, None), (20, OSError(28, "No space left on device"))):
+        gate.event.clear()
+        gate.failure = failure
+        saver = Saver(tmp_path, 0, 1, print, in_background=True)
+        saver.save(iteration, placed(iteration), {}, own(iteration), layout={})
+        threading.Timer(0.1, gate.event.set).start()
+        saver.abandon()
+        assert saved(tmp_path)[0] == 10
+        assert {path.name for path in tmp_path.iterdir()} == {"iter_0000010", "latest_checkpointed_iteration.txt"}
 
 
 PROGRAM = """
