@@ -4,6 +4,11 @@ import dataclasses
 from typing import Any
 
 from megatron.base.config import Config, choice_problems, flag, minimum_problems, range_problems
+from megatron.base.formulas import layer_parameters
+
+_MOST_LAYERS = 10**6
+# With so many the bytes of weights, gradients and optimizer state are a number of 64 bits still.
+_MOST_PARAMETERS = 2**57
 
 # The choices that change what given weights compute. Dropout, the kernel of attention, the spread of initial weights,
 # padding of the vocabulary that is no weight and the chunks of the loss do not.
@@ -93,11 +98,12 @@ class TransformerConfig(Config):
 
     def problems(self) -> list[str]:
         """One sentence for each size that is not positive, does not divide, or is out of its range."""
-        sizes = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+        sizes = ("hidden_size", "num_attention_heads", "max_position_embeddings")
         optional = ("ffn_hidden_size", "kv_channels", "make_vocab_size_divisible_by", "cross_entropy_chunk_size")
         problems = choice_problems(self) + minimum_problems(self, 1, *sizes, *optional, "padded_vocab_size")
         problems += minimum_problems(self, 0, "layernorm_epsilon", "init_method_std")
         problems += range_problems(self, 0, 1, "attention_dropout", "hidden_dropout")
+        problems += range_problems(self, 1, _MOST_LAYERS, "num_layers")
         if self.apply_residual_connection_post_layernorm and self.norm_position != "pre":
             problems.append(
                 f"--apply-residual-connection-post-layernorm: it needs --norm-position pre, not {self.norm_position}"
@@ -108,7 +114,17 @@ class TransformerConfig(Config):
                 f"--hidden-size {self.hidden_size}: it must be a multiple of --num-attention-heads {heads}, "
                 "unless --kv-channels is given"
             )
-        return problems
+        return problems or self._size_problems()
+
+    def _size_problems(self) -> list[str]:
+        """One sentence where the tensors of one layer and of the embeddings cannot even be addressed."""
+        h, f, projection = self.hidden_size, self.ffn_size, self.projection_size
+        rows = self.max_position_embeddings + self.make_vocab_size_divisible_by
+        parameters = layer_parameters(h, f, projection) + h * rows
+        if parameters < _MOST_PARAMETERS:
+            return []
+        others = f"heads of {projection} elements, an MLP of {f} and {rows} rows of embeddings"
+        return [f"--hidden-size {h}: with {others} there are {parameters:.2g} parameters, more than can be addressed"]
 
     def tensor_problems(self, tensor_parallel_size: int) -> list[str]:
         """One sentence for each size that cannot be split over `tensor_parallel_size` ranks."""

@@ -23,6 +23,7 @@ from megatron.base.compose import (
 )
 from megatron.base.config import Config, FlagInfo, flag_fields, flag_info, flag_name
 from megatron.training.config_file import flags_from_yaml
+from megatron.training.launcher import launched_ranks
 
 # Before the name of an ignored flag among what was given, so that it is not taken for a field of that name.
 _IGNORED = "ignored: "
@@ -51,6 +52,10 @@ def _plain_type(annotation: Any) -> tuple[type, bool]:
     return annotation, False
 
 
+# PyTorch and NumPy count in whole numbers below this.
+_WORD = 2**63
+
+
 @dataclasses.dataclass(frozen=True)
 class _Reader:
     """Reads one value of flag `name`, or gives `Invalid` where it cannot."""
@@ -61,9 +66,12 @@ class _Reader:
 
     def __call__(self, text: str) -> Any:
         try:
-            return self.kind(text)
+            value = self.kind(text)
         except ValueError:
             return Invalid(f"{self.name} {text}: it must be {self.accepted}")
+        if isinstance(value, int) and not -_WORD <= value < _WORD:
+            return Invalid(f"{self.name} {text}: it must be a whole number of 64 bits")
+        return value
 
     @property
     def accepted(self) -> str:
@@ -292,5 +300,5 @@ def parse_composed(
     is false, those of files that are named and cannot be used.
     """
     values, problems = read_flags(composed, argv, prog=prog)
-    ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    ranks = launched_ranks() if world_size is None else world_size
     return compose(composed, values, ranks, problems, check_inputs)

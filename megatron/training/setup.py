@@ -15,6 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 from megatron import mpu
 from megatron.base.config import Config, choice_problems, flag, minimum_problems, range_problems
 from megatron.training.failure import shared_failure
+from megatron.training.launcher import launched_ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ class World:
 
 def world_size() -> int:
     """The number of ranks: of the world that exists already, else of the launcher's environment, else one."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    return dist.get_world_size() if dist.is_initialized() else launched_ranks()
 
 
 def choose_backend(backend: str | None) -> str:

@@ -10,6 +10,7 @@ from torch import nn
 from megatron import mpu
 from megatron.optimizer import Optimizer
 from megatron.training.config import RunConfig
+from megatron.training.memory import memory_needed
 from megatron.training.observers import Observer, configured_observers
 from megatron.training.pipeline import Pipeline, make_pipeline
 from megatron.training.run import ModelProvider, Run, check_replicas, count_parameters
@@ -29,6 +30,7 @@ def open_outputs(config: RunConfig, observers: Sequence[Observer]) -> list[Obser
         raise ValueError(f"--save, --metrics-file or --tensorboard-dir cannot be written: {error}") from error
 
 
+@memory_needed("the model")
 def new_model(config: RunConfig, model_provider: ModelProvider, world: World) -> nn.Module:
     """The model, equal on all replicas or `ValueError` is raised: two all-reduces over the data group."""
     with mpu.get_rng_tracker().fork(mpu.PARAMETER_STREAM):
@@ -49,6 +51,7 @@ def new_pipeline(config: RunConfig, model: nn.Module, world: World) -> Pipeline:
     )
 
 
+@memory_needed("gradients and optimizer")
 def new_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
     """The optimizer of `model` over the groups of mpu."""
     tied: list[str] = getattr(model, "tied_parameters", list)()

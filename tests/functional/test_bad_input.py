@@ -87,6 +87,10 @@ def test_all_complaints_of_a_launch_come_at_once(
         ({"distributed_timeout_minutes": "1e300"}, "--distributed-timeout-minutes 1e+300"),
         ({"clip_grad": "-1e-4"}, "--clip-grad -0.0001"),
         ({"tensorboard_dir": ""}, "--tensorboard-dir"),
+        ({"hidden_size": 10**15}, "--hidden-size 1000000000000000: with "),
+        ({"max_position_embeddings": 2**60}, "1152921504606846984 rows of embeddings there are 3.7e+19 parameters"),
+        ({"num_layers": 10**15}, "--num-layers 1000000000000000: it must be at least 1 and below 1e+06"),
+        ({"hidden_size": 2**24}, "there is not enough memory for the model ("),
     ],
 )
 def test_one_mistake(

@@ -164,12 +164,41 @@ def test_yaml_file_reads_like_flags_and_the_command_line_wins(tmp_path: Path) ->
         "a-b: 1\na_b: 2",
         "[" * 3000,
         "config: b.yaml",
+        "a: !!bool abc",
+        "a: !!timestamp soon",
+        "a: !!int x",
+        "a: !!int ''",
+        "a: !!float x",
+        "a: !!binary é",
+        "a: !!binary eA==",
+        "a: !!set {b, c}",
+        "a: !!pairs [b: c]",
+        "a: [[1]]",
+        "a: !!python/object/apply:os.getcwd []",
+        "? [a]\n: 1",
     ],
 )
 def test_yaml_file_that_is_no_mapping_is_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "car.yaml"
     path.write_text(content)
-    assert str(path) in problems("--config", str(path))[0]
+    (problem,) = problems("--config", str(path))
+    assert str(path) in problem and "\n" not in problem
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 10**4000])
+def test_whole_numbers_have_64_bits(tmp_path: Path, number: int) -> None:
+    path = tmp_path / "car.yaml"
+    path.write_text(f"cylinders: {number}\n")
+    expected = [f"--cylinders {number}: it must be a whole number of 64 bits"]
+    assert problems("--config", str(path)) == problems("--cylinders", str(number)) == expected
+    assert parse("--cylinders", str(2**63 - 1)).engine.cylinders == 2**63 - 1
+
+
+@pytest.mark.parametrize("ranks", ["0", "-1", "two", ""])
+def test_the_number_of_ranks_of_the_launcher(monkeypatch: pytest.MonkeyPatch, ranks: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    with pytest.raises(ValueError, match=f"^WORLD_SIZE {ranks}: the launcher must set it to a whole number"):
+        parse_composed(RunConfig, flags("data"), check_inputs=False)
 
 
 def test_unknown_name_in_yaml_is_told(tmp_path: Path) -> None:
