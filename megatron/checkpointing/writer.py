@@ -61,21 +61,31 @@ def _header(pieces: Sequence[NewPiece], file: str) -> bytes:
 
 
 def _blocks(values: Tensor, block_bytes: int) -> Iterator[Tensor]:
-    """The values as bytes on the CPU, uint8 and 1-D, a block at a time."""
+    """The values as bytes on the CPU, uint8 and 1-D, a block at a time; each is good until the next is asked for."""
     values = values.detach()
     step = block_bytes // values.element_size()
+    in_place = values.is_contiguous() and values.device.type == "cpu"
+    memory = torch.empty(0 if in_place else min(step, values.numel()), dtype=values.dtype)
     for begin in range(0, values.numel(), step):
-        block = _elements(values, begin, min(begin + step, values.numel()))
-        yield block.cpu().view(torch.uint8)
+        end = min(begin + step, values.numel())
+        block = _flat(values)[begin:end] if in_place else _copied(values, begin, memory[: end - begin])
+        yield block.view(torch.uint8)
 
 
-def _elements(values: Tensor, begin: int, end: int) -> Tensor:
-    """Elements `begin` to `end` in row-major order, 1-D; only they are copied where `values` is not contiguous."""
+def _flat(values: Tensor) -> Tensor:
+    """The same memory as contiguous `values`, 1-D, and with the stride 1 that viewing it as bytes wants."""
+    return values.as_strided((values.numel(),), (1,))
+
+
+def _copied(values: Tensor, begin: int, target: Tensor) -> Tensor:
+    """`target`, 1-D, filled with the values from element `begin` on in row-major order; no more than that is made."""
     if values.is_contiguous():
-        return values.as_strided((values.numel(),), (1,))[begin:end]
+        return target.copy_(_flat(values)[begin : begin + len(target)])
     origin = (0,) * values.dim()
-    parts = rectangles_of_range(tuple(values.shape), begin, end)
-    return torch.cat([values[part.slices(origin)].reshape(-1) for part in parts])
+    parts = list(rectangles_of_range(tuple(values.shape), begin, begin + len(target)))
+    for part, place in zip(parts, target.split([part.size for part in parts]), strict=True):
+        place.view(part.shape).copy_(values[part.slices(origin)])
+    return target
 
 
 def _write_block(stream: IO[bytes], block: Tensor) -> int:

@@ -4,6 +4,7 @@ import builtins
 import contextlib
 import errno
 import io
+import itertools
 import logging
 import multiprocessing
 import os
@@ -19,13 +20,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.checkpointing import BackgroundSaver, SaveError, load_checkpoint, save_checkpoint
-from megatron.checkpointing.folders import complete_iterations
+from megatron.checkpointing.folders import complete_iterations, leftovers
 from megatron.mpu.sharding import Sharding
 
 TRACKER = "latest_checkpointed_iteration.txt"
 SHARDING = Sharding("w", (64, 8), None, 0)
+
+# Functions of `os` that change the disk, or flush it.
+CHANGING = ("fsync", "fdatasync", "rename", "replace", "link", "mkdir", "unlink", "rmdir", "truncate", "ftruncate")
+CHANGING += ("write", "writev", "pwrite", "pwritev")
 
 Trial = Callable[..., int]
 
@@ -151,7 +157,7 @@ class WatchedStream:
 def watch(chosen: int, act: Callable[[], None]) -> Iterator[Steps]:
     steps = Steps(chosen, act)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir"):
+        for name in CHANGING:
             patch.setattr(os, name, steps.watched(getattr(os, name)))
         for module in (builtins, io):
             patch.setattr(module, "open", steps.opened(open))
@@ -165,6 +171,28 @@ def kill_self() -> None:
 def save_and_die(directory: Path, iteration: int, value: float, step: int) -> None:
     with watch(step, kill_self):
         save(directory, iteration, value, keep=1)
+
+
+SAVED, HEARD = 10, 11  # exit codes
+
+
+def save_and_lose_a_rank(directory: Path, rendezvous: Path, behind: bool, step: int) -> None:
+    """Two ranks save, half a tensor each; one dies at a step, the other exits and tells by its code what it heard."""
+    rank = 1 if os.fork() == 0 else 0
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    tensors = {"w": (torch.full((32, 8), 2.0), Sharding("w", (64, 8), 0, 32 * rank, 1, 2))}
+    own, options = {"rng": torch.full((8,), 2, dtype=torch.uint8)}, {"layout": {}, "tensor_rank": rank}
+    with watch(step if rank else -1, kill_self):
+        try:
+            if behind:
+                saver = BackgroundSaver(rank, 2)
+                saver.start(directory, 20, tensors, {"value": 2.0}, own, **options)
+                saver.wait()
+            else:
+                save_checkpoint(directory, 20, tensors, {"value": 2.0}, own, rank=rank, world_size=2, **options)
+        except Exception:
+            os._exit(HEARD)
+    os._exit(SAVED)
 
 
 def good_checkpoints(directory: Path) -> Path:
@@ -201,6 +229,30 @@ def test_killed_before_and_after_each_step(tmp_path: Path, trial: Trial, iterati
         newest = {f"iter_{number:07d}" for number in sorted({*whole, 30})[-2:]}
         assert {path.name for path in directory.iterdir()} == {TRACKER, *newest}, f"step {step}"
     assert outcomes == {(10, 1.0), (iteration, 2.0)}
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["foreground", "behind"])
+def test_a_rank_is_lost_at_each_step(
+    tmp_path: Path, trial: Trial, caplog: pytest.LogCaptureFixture, behind: bool
+) -> None:
+    """The others hear of it, the checkpoint before is whole, what is left is told and goes with the next save."""
+    good = good_checkpoints(tmp_path / "good")
+    for step in itertools.count():
+        directory = tmp_path / str(step)
+        shutil.copytree(good, directory)
+        code = trial(save_and_lose_a_rank, directory, tmp_path / f"rendezvous{step}", behind, step)
+        if code == SAVED:
+            break
+        assert code == HEARD, f"step {step}"
+        with caplog.at_level(logging.WARNING):
+            assert load(directory) == (10, 1.0), f"step {step}"
+        assert ".iter_0000020.tmp is the leftover of an interrupted save" in caplog.text
+        caplog.clear()
+        save(directory, 20, 3.0)
+        assert load(directory) == (20, 3.0)
+        assert leftovers(directory) == []
+    assert load(directory) == (20, 2.0)
+    assert step > 8
 
 
 def attempt(directory: Path, iteration: int) -> str:
@@ -247,16 +299,54 @@ def test_killed_at_random_instants(tmp_path: Path, trial: Trial, kills: int) -> 
     begin = time.monotonic()
     save(tmp_path, *expected, rows)
     duration = time.monotonic() - begin
-    draw = random.Random(4)
+    draw, amid = random.Random(4), 0
     for number in range(kills):
         iteration, value = expected[0] + draw.choice((0, 10)), float(number)
         keep, behind = draw.choice((None, 2)), draw.choice((False, True))
         trial(save, tmp_path, iteration, value, rows, keep, behind, delay=draw.uniform(0, 1.5 * duration))
+        amid += bool(leftovers(tmp_path))
         found = load(tmp_path, rows)
         assert found in {expected, (iteration, value)}
         expected = found
         for other in complete_iterations(tmp_path):
             assert load(tmp_path, rows, other)[0] == other
+    assert amid > kills // 10, "kills mostly come before or after the save"
+
+
+def test_all_is_flushed_before_the_name_that_stands_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a power cut does no more than a kill: what a name stands for is on the disk before it."""
+    good_checkpoints(tmp_path)
+    events = list[tuple[str, Path, int | Path]]()
+
+    def flush(descriptor: int, function: Callable[[int], None] = os.fsync) -> None:
+        function(descriptor)
+        path = Path(f"/proc/self/fd/{descriptor}").resolve()
+        events.append(("flush", path, path.stat().st_size if path.is_file() else 0))
+
+    def moved(function: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def move(source: Any, target: Any) -> None:
+            events.append(("move", Path(target), Path(source)))
+            function(source, target)
+
+        return move
+
+    monkeypatch.setattr(os, "fsync", flush)
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, moved(getattr(os, name)))
+    save(tmp_path, 20, 2.0, keep=1)
+    new, final, tracker = tmp_path / ".iter_0000020.tmp", tmp_path / "iter_0000020", tmp_path / TRACKER
+    moves = {target: at for at, (kind, target, _) in enumerate(events) if kind == "move"}
+    names = {path.name for path in final.iterdir()}
+    assert {"index.json", "state.json", "rank_00000.safetensors"} == names
+    before = events[: moves[final]]
+    assert all(("flush", new / name, (final / name).stat().st_size) in before for name in names)
+    assert before[-1] == ("flush", new, 0)
+    between = events[moves[final] + 1 : moves[tracker]]
+    assert between[0] == ("flush", tmp_path, 0)
+    assert between[1:] == [("flush", events[moves[tracker]][2], tracker.stat().st_size)]
+    assert events[moves[tracker] + 1] == ("flush", tmp_path, 0)
+    removed = [at for target, at in moves.items() if target.suffix == ".del"]
+    assert len(removed) == 2 and min(removed) > moves[tracker] + 1
 
 
 def test_leftovers_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
