@@ -1,9 +1,12 @@
 """Classic checkpoints that Megatron-LM 2.5 itself wrote: its losses again, and the rest of its training."""
 
+import dataclasses
 import json
 import shlex
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import pretrain_gpt
+from megatron.checkpointing import read_state
 from megatron.checkpointing.convert import from_native, native_logits
 from megatron.model import Chunk
 from megatron.training.pipeline import Batch
+from tests.harness.classic_files import Layout, Progress, vars_of, write_classic
 from tests.harness.closeness import assert_close
 from tests.harness.ranks import Ranks
 from tests.harness.runs import Outcome, reporting, run_pretrain
@@ -86,6 +91,54 @@ def test_older_orders_of_query_key_and_value(shared: Path, tmp_path: Path, versi
     assert len(theirs.tensors) == 3 * 52
     for name, tensor in theirs.tensors.items():
         assert torch.equal(mine.tensors[name].read(), tensor.read()), name
+
+
+def test_the_same_run_at_other_layouts(shared: Path, tmp_path: Path) -> None:
+    """Written down as its program lays it out elsewhere, it becomes the same checkpoint.
+
+    That the writer does as the program did is shown at the layout that there is: the files hold the same.
+    """
+    told = ["--vocab-size", str(REAL), "--keep-padding"]
+    ours = from_native(converted(shared, tmp_path / "ours", *told))
+    whole = {name: tensor.read() for name, tensor in ours.tensors.items()}
+    weights = {name: whole[name] for name in ours.weights}
+    moments = {
+        kind: {name: whole[f"optimizer.{kind}.{name}"] for name in weights} for kind in ("exp_avg", "exp_avg_sq")
+    }
+    theirs = [torch.load(path, weights_only=False) for path in sorted(newest(shared).rglob("*.pt"))]
+    progress = Progress(10, 10, theirs[0]["lr_scheduler"]["num_steps"])
+    for number, layout in enumerate((Layout(2), Layout(2, 2), Layout(1, 4), Layout(4, 2, 2))):
+        folder, layout = tmp_path / f"classic{number}", dataclasses.replace(layout, padded=PADDED)
+        args = vars(theirs[0]["args"]) | vars_of(ours.config, layout)
+        write_classic(folder, ours.config, weights, layout, args, moments, progress)
+        if layout.pipeline == 1:
+            for path, expected in zip(sorted(folder.rglob("*.pt")), theirs, strict=True):
+                mine = torch.load(path, weights_only=False)
+                for part in ("model", "optimizer"):
+                    ours_there, theirs_there = dict(leaves(mine[part])), dict(leaves(expected[part]))
+                    assert list(ours_there) == list(theirs_there)
+                    assert all(torch.equal(ours_there[place], values) for place, values in theirs_there.items())
+        asked = ["--from", "megatron", "--to", "native", "--load", str(folder), "--save", str(tmp_path / str(number))]
+        assert convert_checkpoint.main([*asked, *told, "--check"]) == 0
+        found = from_native(tmp_path / str(number))
+        assert found.tensors.keys() == whole.keys()
+        assert all(found.tensors[name].read().equal(tensor) for name, tensor in whole.items())
+        assert read_state(tmp_path / str(number)) == read_state(tmp_path / "ours")
+
+
+def newest(shared: Path) -> Path:
+    return shared / "data" / "megatron_2_5" / "gpt_tp2_ckpt" / "iter_0000010"
+
+
+def leaves(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Tensors by their place in a tree, and lists of numbers as tensors, which are those of parameters."""
+    if isinstance(value, Tensor):
+        yield place, value
+    elif isinstance(value, list) and all(isinstance(number, int) for number in value):
+        yield place, torch.tensor(value)
+    elif isinstance(value, dict | list):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(inner, f"{place}/{name}")
 
 
 def words_printed(capsys: pytest.CaptureFixture[str], shared: Path) -> list[str]:

@@ -26,6 +26,7 @@ class Layout:
         version: of the format, 0 to 3.0.
         padded: rows of the word embeddings; those after the real ones are filled with 7.
         old: whether names, counter and container are those of the first versions.
+        apex: whether the optimizer counts its steps as apex's does, once for a group, or as PyTorch's for each tensor.
     """
 
     tensor: int = 1
@@ -34,6 +35,23 @@ class Layout:
     version: float = 3.0
     padded: int = 128
     old: bool = False
+    apex: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far the run had come.
+
+    Attributes:
+        iteration, steps: iterations, and those of them that were not skipped.
+        scheduled: samples that the learning rate goes by.
+        scaler: loss scale, clean steps, and what is left of the hysteresis; None where no loss scale is sought.
+    """
+
+    iteration: int = 7
+    steps: int = 7
+    scheduled: int = 24
+    scaler: tuple[float, int, int] | None = (1024.0, 5, 1)
 
 
 def write_classic(
@@ -43,26 +61,28 @@ def write_classic(
     layout: Layout,
     args: Mapping[str, Any],
     moments: Mapping[str, Mapping[str, Tensor]] | None = None,
-    steps: int = 7,
+    progress: Progress = Progress(),  # noqa: B008 - it is frozen
 ) -> None:
-    """Write iteration 7 below `directory`.
+    """Write an iteration below `directory`.
 
     Args:
         config, weights: a GPT by our names. 16-bit weights get master weights if `moments` has `master_weight`.
         args: what the flags were beside those of the model and the layout.
-        moments: for each kind of the optimizer's state a tensor for each weight; None for no optimizer.
-        steps: that the optimizer has counted.
+        moments: for each kind of the optimizer's state a tensor for each weight; None for no optimizer. Where there
+            are master weights alone, it has not taken a step yet.
+        progress: of the run.
     """
     kept = vars_of(config, layout) | dict(args)
+    name = f"iter_{progress.iteration:07d}"
     for pipeline in range(layout.pipeline):
         for tensor in range(layout.tensor):
             place = (layout, tensor, pipeline)
             chunks = [_chunk(config, weights, *place, chunk) for chunk in range(layout.virtual)]
-            record: dict[str, Any] = {"args": argparse.Namespace(**kept, rank=tensor)}
-            record["total_iters" if layout.old else "iteration"] = 7
+            record: dict[str, Any] = {"args": argparse.Namespace(**kept | {"rank": tensor})}
+            record["total_iters" if layout.old else "iteration"] = progress.iteration
             record |= {} if layout.version == 0 else {"checkpoint_version": layout.version}
-            names = ["model"] if layout.virtual == 1 else [f"model{i}" for i in range(layout.virtual)]
-            record |= {name: _nested(chunk, layout.old) for name, chunk in zip(names, chunks, strict=True)}
+            models = ["model"] if layout.virtual == 1 else [f"model{i}" for i in range(layout.virtual)]
+            record |= {model: _nested(chunk, layout.old) for model, chunk in zip(models, chunks, strict=True)}
             record |= {"random_rng_state": (3, (1, 2), None), "np_rng_state": np.random.RandomState(1).get_state()}
             record["rng_tracker_states"] = {"model-parallel-rng": torch.zeros(16, dtype=torch.uint8)}
             if moments is not None:
@@ -70,13 +90,14 @@ def write_classic(
                     kind: [_chunk(config, values, *place, chunk) for chunk in range(layout.virtual)]
                     for kind, values in moments.items()
                 }
-                record["optimizer"] = _optimizer(chunks, states, steps)
-                record["lr_scheduler"] = {"max_lr": 0.1, "num_steps": 24, "decay_style": "linear"}
+                record["optimizer"] = _optimizer(chunks, states, progress, layout.apex)
+                schedule = {"max_lr": 0.1, "num_steps": progress.scheduled, "decay_style": "linear"}
+                record["lr_scheduler"] = schedule
             folder = f"mp_rank_{tensor:02d}" + (f"_{pipeline:03d}" if layout.pipeline > 1 else "")
-            path = directory / "iter_0000007" / folder / "model_optim_rng.pt"
+            path = directory / name / folder / "model_optim_rng.pt"
             path.parent.mkdir(parents=True)
             torch.save(record, path, _use_new_zipfile_serialization=not layout.old)
-    (directory / "latest_checkpointed_iteration.txt").write_text("7")
+    (directory / "latest_checkpointed_iteration.txt").write_text(str(progress.iteration))
 
 
 def vars_of(config: TransformerConfig, layout: Layout) -> dict[str, Any]:
@@ -150,7 +171,7 @@ def _nested(chunk: Mapping[str, Tensor], old: bool) -> dict[str, Any]:
 
 
 def _optimizer(
-    chunks: list[dict[str, Tensor]], states: Mapping[str, list[dict[str, Tensor]]], steps: int
+    chunks: list[dict[str, Tensor]], states: Mapping[str, list[dict[str, Tensor]]], progress: Progress, apex: bool
 ) -> dict[str, Any]:
     """Decayed matrices first, then norms and biases, each in the order of the model; masters beside the rest."""
     places = [(number, name) for number, chunk in enumerate(chunks) for name in chunk]
@@ -159,25 +180,29 @@ def _optimizer(
     ]
     numbered = [place for group in groups for place in group]
     kinds = [kind for kind in states if kind != "master_weight"]
+    count = {} if apex else {"step": torch.tensor(float(progress.steps))}
     state = {
-        i: {"step": torch.tensor(float(steps)), **{kind: states[kind][chunk][name] for kind in kinds}}
-        for i, (chunk, name) in enumerate(numbered)
+        i: {**count, **{kind: states[kind][chunk][name] for kind in kinds}} for i, (chunk, name) in enumerate(numbered)
     }
     begins = (0, len(groups[0]))
     param_groups = [
-        {"lr": 0.1, "params": list(range(begin, begin + len(group)))}
+        {"lr": 0.1, **({"step": progress.steps} if apex else {}), "params": list(range(begin, begin + len(group)))}
         for begin, group in zip(begins, groups, strict=True)
     ]
-    plain = {"state": state, "param_groups": param_groups}
+    plain = {"state": state if kinds else {}, "param_groups": param_groups}
     if "master_weight" not in states:
         return plain
     masters = [[_marked(states["master_weight"][chunk][name]) for chunk, name in group] for group in groups]
-    scaler = {"scale": torch.tensor([1024.0]), "growth_tracker": 5, "hysteresis_tracker": 1}
-    return {"optimizer": plain, "grad_scaler": scaler, "fp32_from_fp16_params": masters}
+    mixed: dict[str, Any] = {"optimizer": plain, "fp32_from_fp16_params": masters}
+    if progress.scaler is not None:
+        scale, growth, hysteresis = progress.scaler
+        scaler = {"scale": torch.tensor([scale]), "growth_tracker": growth, "hysteresis_tracker": hysteresis}
+        mixed["grad_scaler"] = scaler
+    return mixed
 
 
 def _marked(tensor: Tensor) -> Tensor:
-    """A parameter with an attribute, as Megatron-LM marks its own."""
-    parameter = torch.nn.Parameter(tensor.clone())
-    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-    return parameter
+    """A tensor with an attribute, as Megatron-LM marks its master weights."""
+    marked = tensor.clone()
+    marked.tensor_model_parallel = True  # type: ignore[attr-defined]
+    return marked

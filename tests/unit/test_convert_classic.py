@@ -13,7 +13,7 @@ from megatron.checkpointing import read_state
 from megatron.checkpointing.convert import from_native, native_logits
 from megatron.model import GPTModel, TransformerConfig
 from megatron.mpu import parameter_shardings
-from tests.harness.classic_files import Layout, write_classic
+from tests.harness.classic_files import Layout, Progress, write_classic
 from tests.harness.closeness import assert_close
 from tests.harness.serial_gpt import random_weights, serial_logits
 from tools import convert_checkpoint
@@ -46,14 +46,22 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(
     ("layout", "dtype"),
-    [(layout, torch.float32) for layout in LAYOUTS] + [(LAYOUTS[n], torch.float16) for n in (0, 5)],
+    [(layout, torch.float32) for layout in LAYOUTS]
+    + [(LAYOUTS[0], torch.float16), (Layout(2, 2, apex=True), torch.float16), (LAYOUTS[6], torch.bfloat16)],
     ids=str,
 )
 def test_every_layout_and_version(tmp_path: Path, layout: Layout, dtype: torch.dtype) -> None:
     masters, moments = random(1), {"exp_avg": random(2), "exp_avg_sq": random(3)}
     weights = {name: value.to(dtype) for name, value in masters.items()}
     moments |= {} if dtype == torch.float32 else {"master_weight": masters}
-    write_classic(tmp_path / "theirs", CONFIG, weights, layout, ARGS | {"fp16": dtype == torch.float16}, moments)
+    write_classic(
+        tmp_path / "theirs",
+        CONFIG,
+        weights,
+        layout,
+        ARGS | {"fp16": dtype == torch.float16, "bf16": dtype == torch.bfloat16},
+        moments,
+    )
     assert convert(tmp_path / "theirs", tmp_path / "ours", "--check") == 0
     found = from_native(tmp_path / "ours")
     expected = weights | {f"optimizer.{kind}.{n}": v for kind, values in moments.items() for n, v in values.items()}
@@ -71,7 +79,7 @@ def test_progress_and_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     moments = {"exp_avg": random(2, torch.float32), "exp_avg_sq": random(3), "master_weight": random(1)}
     weights = {name: value.half() for name, value in moments["master_weight"].items()}
     args = ARGS | {"fp16": True, "lr": 0.1, "seq_length": 16, "seed": 5, "data_path": ["a"], "bias_gelu_fusion": True}
-    write_classic(tmp_path / "theirs", CONFIG, weights, Layout(), args, moments, steps=6)
+    write_classic(tmp_path / "theirs", CONFIG, weights, Layout(), args, moments, Progress(steps=6))
     assert convert(tmp_path / "theirs", tmp_path / "ours") == 0
     state = read_state(tmp_path / "ours")
     assert state["run"] == {

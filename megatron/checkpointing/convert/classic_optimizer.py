@@ -6,12 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron.checkpointing.convert.classic import COPY, ClassicCheckpoint, ClassicFile, pieces_of_model
-from megatron.checkpointing.convert.deferred import Readable
+from megatron.checkpointing.convert.deferred import Deferred, Readable
 from megatron.checkpointing.convert.torch_files import FileTensor
 
 _MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
-_KINDS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+_INNER = ("optimizer", "optimizer_state_dict")
+_ADAM = ("exp_avg", "exp_avg_sq")
+_KINDS = (*_ADAM, "momentum_buffer")
+_MASTER = "master_weight"
 
 # A parameter: the number of its chunk, and its name in it.
 _Place = tuple[int, str]
@@ -31,7 +36,10 @@ class ClassicOptimizer:
 
 
 def read_optimizer(checkpoint: ClassicCheckpoint) -> ClassicOptimizer | None:
-    """The optimizer's state, None where the checkpoint has none. Raises ValueError where it is not understood."""
+    """The optimizer's state, None where the checkpoint has none. Raises ValueError where it is not understood.
+
+    Where it has not taken a step yet, for the gradients have overflowed so far, Adam's moments are zeros.
+    """
     if any(not isinstance(file.record.get("optimizer"), dict) for file in checkpoint.files.values()):
         return None
     steps: set[int] = set()
@@ -39,8 +47,10 @@ def read_optimizer(checkpoint: ClassicCheckpoint) -> ClassicOptimizer | None:
     for place, file in checkpoint.files.items():
         try:
             states = _read_file(file, steps)
-        except ValueError as error:
-            raise ValueError(f"{checkpoint.folder}: optimizer of pipeline and tensor rank {place}: {error}") from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:  # a strange file can fail in any way
+            where = f"{checkpoint.folder}: optimizer of pipeline and tensor rank {place}"
+            what = error if isinstance(error, ValueError) else f"it is not understood ({error!r})"
+            raise ValueError(f"{where}: {what}") from error
         for kind, of_chunks in states.items():
             chunks.setdefault(kind, {})[place] = of_chunks
     if not chunks:
@@ -50,6 +60,8 @@ def read_optimizer(checkpoint: ClassicCheckpoint) -> ClassicOptimizer | None:
     tensors = {kind: pieces_of_model(checkpoint, places) for kind, places in chunks.items()}
     for pieces in tensors.values():
         pieces.pop(COPY, None)
+    if tensors.keys() == {_MASTER} and checkpoint.args.get("optimizer", "adam") == "adam":
+        tensors |= {kind: _zeros(tensors[_MASTER]) for kind in _ADAM}
     state = {
         "step_count": next(iter(steps), 0),
         "skipped_in_a_row": 0,
@@ -58,22 +70,30 @@ def read_optimizer(checkpoint: ClassicCheckpoint) -> ClassicOptimizer | None:
     return ClassicOptimizer(tensors, state)
 
 
+def _zeros(tensors: Mapping[str, list[Readable]]) -> dict[str, list[Readable]]:
+    """As large as `tensors`."""
+    return {name: [_zero(piece) for piece in pieces] for name, pieces in tensors.items()}
+
+
+def _zero(tensor: Readable) -> Readable:
+    return Deferred(tensor.dtype, tensor.shape, lambda: torch.zeros(tensor.shape, dtype=tensor.dtype))
+
+
 def _read_file(file: ClassicFile, steps: set[int]) -> dict[str, list[dict[str, FileTensor]]]:
     """Each kind of state of one rank, by chunk and name; adds the number of steps to `steps`."""
     saved = file.record["optimizer"]
-    masters = next((saved[name] for name in _MASTERS if name in saved), None)
-    plain = saved.get("optimizer", saved)
+    plain = _first_of(saved, _INNER, saved)  # for 16 bits it is inside of another
     groups, states = plain["param_groups"], plain["state"]
     numbers = [number for group in groups for number in group["params"]]
-    masters = [] if masters is None else [master for group in masters for master in group]
+    masters = [master for group in _first_of(saved, _MASTERS, []) for master in group]
     if masters and len(masters) != len(numbers):
         raise ValueError(f"there are {len(masters)} master weights for {len(numbers)} parameters")
     of_parameter = [dict(states.get(number, {})) for number in numbers]
     steps |= {int(_number(step)) for step in _steps(groups, of_parameter)}
     for state, master in zip(of_parameter, masters, strict=False):
-        state["master_weight"] = master
+        state[_MASTER] = master
     kinds = {kind for state in of_parameter for kind in state}
-    unknown = kinds - {*_KINDS, "master_weight"}
+    unknown = kinds - {*_KINDS, _MASTER}
     if unknown or any(state.keys() != kinds for state in of_parameter):
         raise ValueError(f"its state is not understood: {', '.join(sorted(unknown)) or 'some parameters lack a part'}")
     found: dict[str, list[dict[str, FileTensor]]] = {kind: [{} for _ in file.chunks] for kind in kinds}
@@ -81,6 +101,10 @@ def _read_file(file: ClassicFile, steps: set[int]) -> dict[str, list[dict[str, F
         for kind in kinds:
             found[kind][chunk][name] = state[kind]
     return found
+
+
+def _first_of(saved: Mapping[str, Any], names: Sequence[str], default: Any) -> Any:
+    return next((saved[name] for name in names if name in saved), default)
 
 
 def _steps(groups: Sequence[Mapping[str, Any]], states: Sequence[dict[str, Any]]) -> list[Any]:
@@ -129,7 +153,7 @@ def _loss_scaler(optimizer: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         return {
             "scale": _number(saved["scale"]),
             "clean_steps": int(_number(saved["growth_tracker"])),
-            "patience": int(_number(saved["hysteresis_tracker"])),
+            "patience": max(int(_number(saved["hysteresis_tracker"])), 0),  # theirs goes on falling
         }
     except TypeError as error:
         raise ValueError(f"{folder}: its loss scale is not a number") from error
