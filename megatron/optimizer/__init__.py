@@ -2,7 +2,6 @@
 
 from megatron.optimizer.buckets import main_gradient
 from megatron.optimizer.config import OptimizerConfig
-from megatron.optimizer.norm import squared_norm
 from megatron.optimizer.optimizer import Optimizer, StepResult
 from megatron.optimizer.precision import PrecisionConfig
 from megatron.optimizer.schedule import ScheduleConfig, learning_rate
@@ -15,5 +14,4 @@ __all__ = [
     "StepResult",
     "learning_rate",
     "main_gradient",
-    "squared_norm",
 ]

@@ -1,4 +1,4 @@
-"""AdamW and SGD for lists of tensors, in the fastest form that the device has: apex's, PyTorch's fused, foreach."""
+"""AdamW and SGD for lists of tensors, in the fastest form that the device has: apex's, or else PyTorch's fused."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -83,33 +83,23 @@ def make_updater(decayed: Sequence[Tensor], not_decayed: Sequence[Tensor], confi
 
 
 def _sgd(groups: _Groups, config: OptimizerConfig, like: Tensor) -> torch.optim.Optimizer:
-    return _fused_or_foreach(torch.optim.SGD, groups, {"lr": 0.0, "momentum": config.sgd_momentum})
+    return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, fused=True)
 
 
 def _adam(groups: _Groups, config: OptimizerConfig, like: Tensor) -> torch.optim.Optimizer:
     """AdamW for parameters of the dtype and device of `like`, with its step counts at 0."""
-    options = {"lr": 0.0, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+    options: dict[str, Any] = {"lr": 0.0, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
     apex = _fused_adam(like.device) if like.dtype == torch.float32 else None
     if apex is not None:
         made = apex(groups, adam_w_mode=True, **options)
         for group in made.param_groups:
             group["step"] = 0
         return made
-    optimizer = _fused_or_foreach(torch.optim.AdamW, groups, options)
+    optimizer = torch.optim.AdamW(groups, fused=True, **options)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            place = parameter.device if group["fused"] else "cpu"
-            optimizer.state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device=place)
+            optimizer.state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
     return optimizer
-
-
-def _fused_or_foreach(
-    kind: Callable[..., torch.optim.Optimizer], groups: _Groups, options: dict[str, Any]
-) -> torch.optim.Optimizer:
-    try:
-        return kind(groups, fused=True, **options)
-    except RuntimeError:  # PyTorch's way of saying that this device has no fused kernel
-        return kind(groups, foreach=True, **options)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from megatron.optimizer.config import OptimizerConfig
 from megatron.optimizer.gradients import GradientReducer, sum_over_group
 from megatron.optimizer.groups import RankGroups, info
 from megatron.optimizer.loss_scaler import make_loss_scaler
-from megatron.optimizer.norm import shard_norms, sum_of_places, words_on_non_finite
+from megatron.optimizer.norm import ShardNorms, sum_of_places, words_on_non_finite
 from megatron.optimizer.parameters import ParameterGatherer
 from megatron.optimizer.precision import PrecisionConfig
 from megatron.optimizer.state import PlacedState, placed_gradients, state_tensors
@@ -63,6 +63,7 @@ class Optimizer:
         duplicates: names of parameters that another stage has too and counts in the norm.
         parts: for each parameter the chunk of the model that it belongs to, where several run apart (an interleaved
             pipeline): no bucket has parameters of two. Chunks complete their gradients from the last to the first.
+        device: of the norm; that of the parameters by default, and to be given where a stage may have none.
 
     Raises ValueError where nothing is trained, a parameter has no sharding or no part, or `everyone` is missing. With
     a pipeline a stage may have nothing to train.
@@ -85,6 +86,7 @@ class Optimizer:
         embedding_group: ProcessGroup | None = None,
         duplicates: Collection[str] = (),
         parts: Mapping[str, int] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._config, self._precision = config, precision or PrecisionConfig()
         tensor = info(tensor_group, tensor_rank)
@@ -93,7 +95,6 @@ class Optimizer:
         self._parameters = _trained(model, shardings, may_be_none=model_ranks.size > tensor.size)
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self._shardings = {name: shardings[name] for name in self._parameters}
-        self._device = next(iter([*self._parameters.values(), *model.parameters()]), torch.empty(0)).device
         self._duplicates = frozenset(duplicates)
         self._norm_group = self._groups.norm_group(self.sharded)
         self._buckets = make_buckets(
@@ -105,6 +106,11 @@ class Optimizer:
             sharded=self.sharded,
             parts=parts,
         )
+        first = tensor.rank == 0
+        counted = {name for name, sharding in self._shardings.items() if first or sharding.split_dim is not None}
+        shards = 1 if self.sharded else self._groups.data.size
+        where = device or next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._norms = ShardNorms(self._buckets, counted - self._duplicates, shards, where)
         copies = self._groups.embedding
         tied = own_buckets if copies.size > 1 else ()
         speaks = self._groups.data.rank == tensor.rank == 0
@@ -203,14 +209,11 @@ class Optimizer:
 
         One all-reduce of (model ranks x data ranks) float64 over the model group, over everyone if sharded.
         """
-        data, first = self._groups.data, self._groups.tensor.rank == 0
-        counted = {name for name, sharding in self._shardings.items() if first or sharding.split_dim is not None}
-        norms = shard_norms(
-            self._buckets, counted - self._duplicates, [data.rank] if self.sharded else range(data.size)
-        )
-        factor = 1.0 if loss_is_finite else math.nan
-        places = {self._groups.place(shard): value * factor for shard, value in norms.items()}
-        total = sum_of_places(places, self._groups.places, self._norm_group, self._device)
+        squared = self._norms.squared()  # [shards]
+        if not loss_is_finite:
+            squared.fill_(math.nan)
+        first = self._groups.place(self._groups.data.rank if self.sharded else 0)
+        total = sum_of_places(squared, first, self._groups.places, self._norm_group)
         return total.sqrt().item() / (self._divisor * self.loss_scale)
 
     def step(self, lr: float, *, loss_is_finite: bool = True) -> StepResult:

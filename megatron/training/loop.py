@@ -92,7 +92,7 @@ def pretrain(
         model = new_model(config, model_provider, world)
         with mistakes():
             pipeline = new_pipeline(config, model, world)
-        trainee = Trainee(model, new_optimizer(config, model), RunState())
+        trainee = Trainee(model, new_optimizer(config, model, world), RunState())
         with mistakes():
             messages = [line for d in datasets for line in getattr(d, "report", list)()]
             messages += restore(trainee, config, world)

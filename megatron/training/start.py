@@ -52,7 +52,7 @@ def new_pipeline(config: RunConfig, model: nn.Module, world: World) -> Pipeline:
 
 
 @memory_needed("gradients and optimizer")
-def new_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
+def new_optimizer(config: RunConfig, model: nn.Module, world: World) -> Optimizer:
     """The optimizer of `model` over the groups of mpu."""
     tied: list[str] = getattr(model, "tied_parameters", list)()
     copied = bool(tied) and mpu.get_pipeline_model_parallel_world_size() > 1
@@ -71,6 +71,7 @@ def new_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
         embedding_group=mpu.get_embedding_group() if copied else None,
         duplicates=duplicate_parameters(model),
         parts=getattr(model, "parameter_chunks", dict)() or None,
+        device=world.device,
     )
 
 

@@ -43,6 +43,22 @@ def assert_copies_equal(optimizer: Optimizer, model: Stages) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
 
 
+def norm_without_parameters(rank: int, world_size: int) -> None:
+    model = torch.nn.Linear(3, 2) if rank == 0 else torch.nn.Identity()
+    shardings = mpu.parameter_shardings(model)
+    cpu, everyone = torch.device("cpu"), dist.group.WORLD
+    optimizer = Optimizer(model, shardings, OptimizerConfig(), model_group=everyone, model_rank=rank, device=cpu)
+    for gradient in optimizer.gradients().values():
+        gradient.fill_(2.0)
+    with torch.device("meta"):  # what is made where nothing says where has no value
+        assert optimizer.gradient_norm() == pytest.approx(math.sqrt(8 * 4.0))
+        assert math.isnan(optimizer.gradient_norm(loss_is_finite=rank == 0))
+
+
+def test_the_norm_of_a_stage_without_parameters_is_on_its_device(ranks: Ranks) -> None:
+    ranks(2, norm_without_parameters)
+
+
 def equals_serial(rank: int, world_size: int, tensor: int, pipeline: int, virtual: int | None) -> None:
     mpu.initialize_model_parallel(tensor, pipeline, virtual)
     twin = whole_model()

@@ -1,6 +1,6 @@
 """The updaters against PyTorch's own plain optimizers, with and without a package that stands for NVIDIA's apex."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -63,24 +63,6 @@ def test_steps_are_those_of_pytorch(name: str, dtype: torch.dtype, tolerance: fl
     for ours, reference in zip(tensors, plain_steps(name, 5), strict=True):
         assert_close(ours.double(), reference, tolerance)
         assert ours.grad is None
-
-
-def no_fused_kernel(kind: Callable[..., Any]) -> Callable[..., Any]:
-    def make(*args: Any, fused: bool = False, **options: Any) -> Any:
-        if fused:
-            raise RuntimeError("`fused=True` requires all the params to be on supported devices")
-        return kind(*args, **options)
-
-    return make
-
-
-def test_without_a_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.optim, "AdamW", no_fused_kernel(torch.optim.AdamW))
-    tensors = draws(0)
-    steps_of(make_updater(tensors[:2], tensors[2:], CONFIGS["adam"]), range(5), torch.float64)
-    monkeypatch.undo()
-    for ours, reference in zip(tensors, plain_steps("adam", 5), strict=True):
-        assert_close(ours, reference, 1e-13)
 
 
 @pytest.mark.parametrize(
