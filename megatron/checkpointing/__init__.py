@@ -2,7 +2,7 @@
 
 from megatron.checkpointing.background import BackgroundSaver
 from megatron.checkpointing.choice import iterations_to_try, load_first_whole, names_to_skip, other_choice
-from megatron.checkpointing.config import CheckpointConfig, iteration_to_load
+from megatron.checkpointing.config import CheckpointConfig, iterations_to_load
 from megatron.checkpointing.errors import DamageError, SaveError
 from megatron.checkpointing.load import LoadedState, load_checkpoint, read_state
 from megatron.checkpointing.placed import Place, Placed
@@ -19,7 +19,7 @@ __all__ = [
     "Placed",
     "SaveError",
     "Saver",
-    "iteration_to_load",
+    "iterations_to_load",
     "iterations_to_try",
     "load_checkpoint",
     "load_first_whole",

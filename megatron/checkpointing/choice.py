@@ -60,7 +60,10 @@ def load_first_whole(iterations: Sequence[int], load: Callable[[int], Loaded]) -
     raise DamageError("; ".join(damage) if len(damage) > 1 else str(last)) from last
 
 
-def other_choice(directory: str | os.PathLike[str], iteration: int) -> str:
-    """Half a sentence for the one whose checkpoint of `iteration` is damaged: what else there is; empty if nothing."""
-    earlier = [number for number in complete_iterations(Path(directory)) if number < iteration]
+def other_choice(directory: str | os.PathLike[str], iteration: int | None = None) -> str:
+    """Half a sentence for the one whose checkpoint of `iteration` is damaged: what else there is; empty if nothing.
+
+    None where it is not even known which iteration that is.
+    """
+    earlier = [number for number in complete_iterations(Path(directory)) if iteration is None or number < iteration]
     return f"; --load-fallback goes on from an earlier one, such as that of iteration {earlier[-1]}" if earlier else ""

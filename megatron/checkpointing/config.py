@@ -5,7 +5,9 @@ import os
 from pathlib import Path
 
 from megatron.base.config import Config, flag, minimum_problems
-from megatron.checkpointing.folders import TRACKER, saved_iterations, tracked_iteration, whole_folder
+from megatron.checkpointing.choice import iterations_to_try, other_choice
+from megatron.checkpointing.errors import DamageError
+from megatron.checkpointing.folders import TRACKER, complete_iterations, saved_iterations, whole_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,35 +33,80 @@ class CheckpointConfig(Config):
         found += minimum_problems(self, 0, "ckpt_step")
         if self.save_interval is not None and self.save is None:
             found.append(f"--save-interval {self.save_interval}: it needs --save, the folder to save to")
+        if self.load is None:
+            found += [f"{name}: it needs --load, the folder to load from" for name in self._of_loading()]
+        if self.finetune and same_folder(self.save, self.load):
+            found.append(
+                f"--finetune: --save {self.save} must be another folder than --load: the new run counts from iteration "
+                "0, and would replace the checkpoints that it starts from"
+            )
         for name, folder in (("--save", self.save), ("--load", self.load)):
             if folder is not None and (not folder or os.path.exists(folder) and not os.path.isdir(folder)):
                 found.append(f"{name} {folder!r}: it must be a folder")
         return found
 
+    def _of_loading(self) -> list[str]:
+        """The flags given that say what to load."""
+        step = [] if self.ckpt_step is None else [f"--ckpt-step {self.ckpt_step}"]
+        chosen = {
+            "--load-fallback": self.load_fallback,
+            "--finetune": self.finetune,
+            "--no-load-optim": not self.load_optim,
+            "--no-load-rng": not self.load_rng,
+        }
+        return step + [name for name, given in chosen.items() if given]
+
+    @property
+    def loads_optimizer(self) -> bool:
+        """Whether the optimizer's state is taken from the checkpoint to load."""
+        return self.load_optim and not self.finetune
+
     def input_problems(self) -> list[str]:
         """What is wrong with the checkpoint to load, as far as finding it tells."""
         try:
-            iteration_to_load(self)
+            iterations_to_load(self)
         except ValueError as error:
             return [str(error)]
         return []
 
 
-def iteration_to_load(config: CheckpointConfig) -> int | None:
-    """The iteration of the checkpoint that a run starts from, None where it starts afresh.
+def iterations_to_load(config: CheckpointConfig) -> list[int]:
+    """The iterations whose checkpoints a run may start from, the first that is whole; none where it starts afresh.
 
-    That is the tracker's. Where `--load` and `--save` are one folder, a run may be its own successor: one without
-    checkpoints starts afresh, and a checkpoint counts that was saved whole in the moment before its tracker.
-    Raises ValueError where there is no checkpoint under any other `--load`.
+    That is `--ckpt-step`, else the tracker's; with `--load-fallback` earlier ones follow. Where `--load` and `--save`
+    are one folder, a run may be its own successor: one without checkpoints starts afresh, and a checkpoint counts that
+    was saved whole in the moment before its tracker.
+    Raises ValueError where there is no checkpoint under any other `--load`, or none that was asked for; `DamageError`
+    where the only one that may be loaded has no index.
     """
     if config.load is None:
-        return None
-    directory = Path(config.load)
-    iteration = tracked_iteration(directory)
-    if iteration is None:
-        if config.save is None or os.path.realpath(config.save) != os.path.realpath(config.load):
+        return []
+    directory, step = Path(config.load), config.ckpt_step
+    complete = complete_iterations(directory)
+    if step is not None and step not in complete:
+        there = ", ".join(map(str, complete)) or "none"
+        raise ValueError(f"--ckpt-step {step}: {config.load} has no checkpoint of that iteration; there are: {there}")
+    try:
+        iterations = iterations_to_try(directory, step, fallback=config.load_fallback)
+    except DamageError as error:  # of the tracker
+        raise DamageError(f"{error}{other_choice(directory)}") from error
+    if not iterations:
+        if not same_folder(config.save, config.load):
             raise ValueError(f"--load {config.load}: there is no checkpoint in it, for there is no {TRACKER}")
-        iteration = max(saved_iterations(directory), default=None)
-    if iteration is not None:
+        iterations = sorted({*complete, *saved_iterations(directory)})[-1:]
+    if iterations and not set(iterations) & set(complete):
+        _refuse_missing(directory, iterations[0])
+    return iterations
+
+
+def _refuse_missing(directory: Path, iteration: int) -> None:
+    """Raise `DamageError` for an iteration of which there is no checkpoint."""
+    try:
         whole_folder(directory, iteration)
-    return iteration
+    except DamageError as error:
+        raise DamageError(f"{error}{other_choice(directory, iteration)}") from error
+
+
+def same_folder(one: str | None, other: str | None) -> bool:
+    """Whether two names lead to one place; None is no folder."""
+    return one is not None and other is not None and os.path.realpath(one) == os.path.realpath(other)

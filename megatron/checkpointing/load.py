@@ -52,15 +52,19 @@ def read_state(directory: str | os.PathLike[str], iteration: int | None = None) 
     return read_state_of(folder, index)
 
 
+# From the plain values and the stored tensors by name to what is to be filled; ValueError where they do not fit.
+Choice = Callable[[dict[str, Any], Mapping[str, StoredTensor]], Placed]
+
+
 def load_checkpoint(
     directory: str | os.PathLike[str],
-    tensors: Placed,
+    tensors: Placed | Choice,
     *,
     rank: int,
     layout: Mapping[str, Any],
     iteration: int | None = None,
     skip: Collection[str] = (),
-    check: Callable[[dict[str, Any]], None] = lambda state: None,
+    cast: bool = False,
     world_size: int = 1,
     group: ProcessGroup | None = None,
 ) -> LoadedState:
@@ -70,12 +74,12 @@ def load_checkpoint(
         directory: where the folders `iter_NNNNNNN` and the tracker lie.
         tensors: what this rank holds, by global name; those of all ranks together are exactly those that the
             checkpoint has, less those in `skip`. What is in no rectangle of a tensor, such as the padding rows of a
-            vocabulary, becomes zero.
+            vocabulary, becomes zero. Or a function that says so once it has seen what is stored (less `skip`).
         rank: this rank's number, whose own tensors are returned.
         layout: the present parallel layout.
         iteration: which checkpoint; the one that the tracker names by default.
         skip: beginnings of names that are left unread, such as "optimizer."; the same on all ranks.
-        check: called with the plain values before any tensor is read; raises ValueError where they do not fit.
+        cast: whether a tensor of floating-point numbers may be stored in another format, from which it is rounded.
         world_size, group: ranks that load together. With more than one they agree on what they see, what they want and
             how it went: four small all-reduces, the largest of a byte for each stored tensor.
 
@@ -83,8 +87,8 @@ def load_checkpoint(
     or its folder is missing or was given another number, the tracker, index or state is broken, a file is missing, cut
     or does not match its checksums, or the stored tensors are not covered exactly once. Raises plain ValueError where
     there is no tracker, the index is not the same on all ranks, or the stored tensors are not the wanted ones in name,
-    shape and dtype. Then no tensor was touched, unless it was for a checksum. Only blocks that hold wanted values are
-    read and verified. Nothing that is read can run code.
+    shape and (but for `cast`) dtype. Then no tensor was touched, unless it was for a checksum. Only blocks that hold
+    wanted values are read and verified. Nothing that is read can run code.
     """
     team = Team(rank, world_size, group, ValueError, DamageError)
     with team.step():
@@ -94,15 +98,15 @@ def load_checkpoint(
             _report_leftovers(root, folder)
         index, checksum = read_index(folder, number)
         state = read_state_of(folder, index)
-        check(state)
-        check_files(folder, index)
         stored = {name: t for name, t in index.contents.tensors.items() if not name.startswith(tuple(skip))}
-        _check_wanted(folder, stored, tensors)
+        wanted = tensors(state, stored) if callable(tensors) else tensors
+        check_files(folder, index)
+        _check_wanted(folder, stored, wanted, cast)
         index.contents.check_cover()
-    _check_nothing_is_left(team, folder, checksum, stored, tensors)
+    _check_nothing_is_left(team, folder, checksum, stored, wanted)
     with team.step():
         with PieceReader(folder, index.block_bytes) as reader, torch.no_grad():
-            reader.read([(stored[name], _targets(tensor, place)) for name, (tensor, place) in tensors.items()])
+            reader.read([(stored[name], _targets(tensor, place)) for name, (tensor, place) in wanted.items()])
             same_layout = json.loads(to_json(layout)) == index.layout
             own = _read_own(reader, folder, index, rank) if same_layout else None
         return LoadedState(index.iteration, state, dict(index.layout), own)
@@ -171,11 +175,11 @@ def check_files(folder: Path, index: Index) -> None:
             raise DamageError(f"{path}: it has {path.stat().st_size} bytes, {size} were written")
 
 
-def _check_wanted(folder: Path, stored: Mapping[str, StoredTensor], tensors: Placed) -> None:
+def _check_wanted(folder: Path, stored: Mapping[str, StoredTensor], tensors: Placed, cast: bool) -> None:
     """Raise ValueError unless each of this rank's tensors is stored, in the wanted shape and dtype."""
     _refuse(folder, tensors.keys() - stored.keys(), "of the model are not in the checkpoint")
     for name, (tensor, place) in tensors.items():
-        _check_kind(folder, stored[name], tensor, place)
+        _check_kind(folder, stored[name], tensor, place, cast)
 
 
 def _check_nothing_is_left(
@@ -195,8 +199,9 @@ def _refuse(folder: Path, names: Collection[str], words: str) -> None:
         raise ValueError(f"{folder}: tensors {words}: {', '.join(sorted(names)[:3])}{more}")
 
 
-def _check_kind(folder: Path, stored: StoredTensor, tensor: Tensor, place: Place) -> None:
-    wanted = (tuple(place.global_shape), dtype_name(tensor.dtype))
+def _check_kind(folder: Path, stored: StoredTensor, tensor: Tensor, place: Place, cast: bool) -> None:
+    castable = cast and tensor.is_floating_point() and dtype_of(stored.dtype).is_floating_point
+    wanted = (tuple(place.global_shape), stored.dtype if castable else dtype_name(tensor.dtype))
     if (stored.shape, stored.dtype) != wanted:
         raise ValueError(
             f"{folder}: tensor {stored.name} is {stored.dtype} {list(stored.shape)} in the checkpoint "

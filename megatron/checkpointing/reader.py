@@ -31,8 +31,8 @@ class PieceReader:
     """The files of one checkpoint folder. Context manager; keeps files open and, for each thread, a chunk of bytes.
 
     Values go straight from the file to where they are wanted if that is contiguous memory of the CPU, so that a target
-    may hold damaged values after an error. Raises `DamageError`, naming the file and the tensor, where a file is not
-    what the index says.
+    may hold damaged values after an error. A target of another dtype gets them rounded. Raises `DamageError`, naming
+    the file and the tensor, where a file is not what the index says.
     """
 
     def __init__(self, folder: Path, block_bytes: int) -> None:
@@ -121,7 +121,7 @@ class _Block:
 
     def _read_part(self, part: Rectangle, position: int, checksum: int) -> int:
         """Read the elements of `part` at byte `position`; returns `checksum` with theirs added."""
-        whole = _whole_target(part, self.targets)
+        whole = _whole_target(part, self.targets, self.dtype)
         if whole is not None:
             return self.file.read(position, whole, checksum)
         step = CHUNK_BYTES // self.dtype.itemsize
@@ -145,14 +145,14 @@ def _parts(piece: Rectangle, first: int, last: int) -> list[Rectangle]:
     ]
 
 
-def _whole_target(part: Rectangle, targets: Sequence[tuple[Rectangle, Tensor]]) -> Tensor | None:
-    """The bytes, uint8 and 1-D, of the one target that wants all of `part` in contiguous memory; else None."""
+def _whole_target(part: Rectangle, targets: Sequence[tuple[Rectangle, Tensor]], dtype: torch.dtype) -> Tensor | None:
+    """The bytes, uint8 and 1-D, of the one target of `dtype` that wants all of `part` in contiguous memory, if any."""
     wanting = [(r, target) for r, target in targets if intersection(part, r) is not None]
     if len(wanting) != 1 or intersection(part, wanting[0][0]) != part:
         return None
     rectangle, target = wanting[0]
     values = target[part.slices(rectangle.offset)]
-    if values.device.type != "cpu" or not values.is_contiguous():
+    if values.dtype != dtype or values.device.type != "cpu" or not values.is_contiguous():
         return None
     # Of a single element, as_strided gives the stride 1 that `view` of another size wants.
     return values.as_strided((values.numel(),), (1,)).view(torch.uint8)

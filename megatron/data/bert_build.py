@@ -72,7 +72,7 @@ def bert_mapping_of(
     determined_by = {
         "kind": "bert",
         "version": VERSION,
-        "sizes": zlib.crc32(indexed.sizes.data),
+        "sizes": indexed.sizes_checksum,
         "documents": zlib.crc32(indexed.document_indices.data),
         "begin": begin,
         "end": end,

@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron.base.complaints import raise_joined
 from megatron.data.cache import ArrayCache, Stored
+from megatron.data.identity import SetPart
 
 _VERSION = 1  # of the rule; part of the key under which an order is kept
 _NAMED = 10  # of the sets that are left out
@@ -77,6 +78,8 @@ class BlendMember(Protocol):
     def __getitem__(self, i: int, /) -> dict[str, np.ndarray]: ...
 
     def epochs(self, samples: int) -> float: ...
+
+    def identity(self) -> list[SetPart]: ...
 
 
 class TokenStore(Protocol):
@@ -149,6 +152,11 @@ class BlendedDataset:
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         return self.datasets[int(self.set_numbers[i])][int(self.sample_numbers[i])]
+
+    def identity(self) -> list[SetPart]:
+        """Which documents it draws from in which order: a part for each set."""
+        shared = zip(self.shares, self.datasets, strict=True)
+        return [dataclasses.replace(part, share=share) for share, dataset in shared for part in dataset.identity()]
 
     def report(self) -> list[str]:
         """The largest deviation from the asked shares; of each set its samples and how often it is gone through; sets

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import os
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +71,6 @@ class _Member:
     """Sequences `begin` to `end` of a token set, and the set's part of the samples."""
 
     indexed: IndexedDataset
-    sizes_sum: int  # crc32 of the sizes of all its sequences: with it and their number go all indices
     begin: int
     end: int
     weight: float
@@ -96,8 +94,7 @@ class _Sets:
     def open(cls, blend: Blend, name: str) -> "_Sets":
         opened = open_token_sets(blend, name)
         members = (
-            _Member(indexed, zlib.crc32(indexed.sizes.data), 0, len(indexed), weight)
-            for indexed, weight in zip(opened, blend.shares(), strict=True)
+            _Member(indexed, 0, len(indexed), weight) for indexed, weight in zip(opened, blend.shares(), strict=True)
         )
         return cls(tuple(members), opened[0] if len(opened) == 1 else TokenStores(opened))
 
@@ -185,7 +182,7 @@ class _Maker:
             "kind": "gpt",
             "version": VERSION,
             "sequences": len(indexed),
-            "sizes": member.sizes_sum,
+            "sizes": indexed.sizes_checksum,
             "begin": member.begin,
             "end": member.end,
             "samples": num_samples,

@@ -1,12 +1,14 @@
 """Samples for a GPT: tokens, labels, loss mask and documents cut from the stream of documents of a token set."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from megatron.data.blend import left_out_lines
-from megatron.data.gpt_indices import GPTIndices, build_gpt_indices
+from megatron.data.gpt_indices import GPTIndices, build_gpt_indices, samples_of_whole_epochs
+from megatron.data.identity import SetPart
 from megatron.data.indexed import IndexedDataset
 
 # Arrays of a batch that the host reads and no device needs: lengths are what kernels are called with.
@@ -84,6 +86,7 @@ class GPTDataset:
         self.name = name
         self.asked = num_samples
         self.left_out = tuple(left_out)
+        self._span = (int(documents[0]), int(documents[-1]) + 1) if len(documents) else (0, 0)
         if make_indices is None:
             numbers = np.asarray(documents, dtype=np.int64)
             check_fills_a_sample(indexed, indexed.sizes[numbers], seq_length, name)
@@ -130,6 +133,13 @@ class GPTDataset:
     def epochs(self, samples: int) -> float:
         """How often `samples` samples go through the documents."""
         return samples * self.seq_length / self.indices.tokens
+
+    def identity(self) -> list[SetPart]:
+        """Which documents it draws from in which order: the only part of the set."""
+        epochs, tokens, store = self.indices.epochs, self.indices.tokens, self.indexed
+        apart = samples_of_whole_epochs(tokens, self.seq_length, epochs, self.asked) is not None
+        content = (os.path.basename(store.prefix), len(store), store.tokens, store.sizes_checksum)
+        return [SetPart(*content, *self._span, share=1.0, epochs=epochs, last_apart=apart)]
 
     def report(self) -> list[str]:
         """What the dataset is, in a line; one more where sets are left out beside it."""

@@ -70,13 +70,13 @@ def build_gpt_indices(
     random = np.random.RandomState(seed)
     tokens = int(sizes[documents].sum(dtype=np.int64))
     epochs = 1 if num_samples is None else epochs_needed(tokens, seq_length, num_samples)
-    whole = _samples_of_whole_epochs(tokens, seq_length, epochs, num_samples)
+    whole = samples_of_whole_epochs(tokens, seq_length, epochs, num_samples)
     order = _document_order(documents, epochs, whole is not None, random)
     samples = _sample_starts(sizes, order, epochs * tokens, seq_length)
     return GPTIndices(order, samples, _sample_order(len(samples) - 1, whole, random), epochs, tokens)
 
 
-def _samples_of_whole_epochs(tokens: int, seq_length: int, epochs: int, num_samples: int | None) -> int | None:
+def samples_of_whole_epochs(tokens: int, seq_length: int, epochs: int, num_samples: int | None) -> int | None:
     """Samples in all epochs but the last where the last is kept apart, None where it is mixed with the others.
 
     It is kept apart when less than 80 % of it is asked for: mixed in, some documents would be seen once more than

@@ -6,6 +6,7 @@ import mmap
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -80,6 +81,16 @@ class IndexedDataset:
 
     def __len__(self) -> int:
         return len(self.sizes)
+
+    @property
+    def tokens(self) -> int:
+        """How many there are in all."""
+        return len(self._tokens)
+
+    @functools.cached_property
+    def sizes_checksum(self) -> int:
+        """CRC-32 of `sizes`: with their number it says which sample lies where."""
+        return zlib.crc32(self.sizes.data)
 
     def __reduce__(self) -> tuple[Callable[..., Self], tuple[str]]:
         return functools.partial(type(self), verify=False), (self.prefix,)

@@ -4,14 +4,14 @@ from megatron.optimizer.buckets import main_gradient
 from megatron.optimizer.config import OptimizerConfig
 from megatron.optimizer.optimizer import Optimizer, StepResult
 from megatron.optimizer.precision import PrecisionConfig
-from megatron.optimizer.schedule import ScheduleConfig, learning_rate
+from megatron.optimizer.schedule import Schedule, ScheduleConfig
 
 __all__ = [
     "Optimizer",
     "OptimizerConfig",
     "PrecisionConfig",
+    "Schedule",
     "ScheduleConfig",
     "StepResult",
-    "learning_rate",
     "main_gradient",
 ]

@@ -42,6 +42,16 @@ class ScheduleConfig(Config):
     lr_warmup_iters: int = flag(0, "iterations over which the learning rate rises from 0 to --lr")
     lr_warmup_samples: int = flag(0, "samples over which the learning rate rises, in place of --lr-warmup-iters")
     lr_warmup_fraction: float | None = flag(None, "the warm-up as a part of the decay, in place of --lr-warmup-iters")
+    override_lr_scheduler: bool = flag(
+        False,
+        "go on by these flags where the schedule of the loaded checkpoint is another",
+        aliases=["override-opt-param-scheduler", "override-opt_param-scheduler"],
+    )
+    use_checkpoint_lr_scheduler: bool = flag(
+        False,
+        "go on by the schedule of the loaded checkpoint, whatever these flags say",
+        aliases=["use-checkpoint-opt-param-scheduler", "use-checkpoint-opt_param-scheduler"],
+    )
 
     def problems(self) -> list[str]:
         """One sentence for each number out of its range and for each contradiction."""
@@ -56,6 +66,8 @@ class ScheduleConfig(Config):
         warmups = [] if fraction is None else [f"--lr-warmup-fraction {fraction}"]
         warmups += map(str, self._lengths("lr_warmup_iters", "lr_warmup_samples"))
         decays = list(map(str, self._lengths("lr_decay_iters", "lr_decay_samples")))
+        if self.override_lr_scheduler and self.use_checkpoint_lr_scheduler:
+            found.append("--override-lr-scheduler and --use-checkpoint-lr-scheduler: give one of them")
         found += [f"{' and '.join(given)}: give one of them" for given in (warmups, decays) if len(given) > 1]
         return found + self._order_problems(self._decay(), None)
 
@@ -90,52 +102,89 @@ class ScheduleConfig(Config):
                 found.append(f"{warmup}: it must not be above {decay}{conversion}")
         return found
 
-    def spans(
+    def resolve(
         self, global_batch_size: int, train_iters: int | None = None, train_samples: int | None = None
-    ) -> tuple[float, int]:
-        """Samples of the warm-up and of the decay, which includes it; arguments as for `learning_rate`."""
+    ) -> "Schedule":
+        """What the flags come to.
+
+        Args:
+            global_batch_size: samples of an iteration, by which iterations are converted.
+            train_iters, train_samples: how long the whole training is; one of them unless the config gives the decay.
+        """
         length = self._decay(train_iters, train_samples)
         assert length is not None, "neither the config nor the caller says how long the decay is"
         decay = length.samples(global_batch_size)
-        if self.lr_warmup_fraction is not None:
-            return self.lr_warmup_fraction * decay, decay
-        warmup = self._lengths("lr_warmup_iters", "lr_warmup_samples")
-        return sum(length.samples(global_batch_size) for length in warmup), decay
+        warmups = self._lengths("lr_warmup_iters", "lr_warmup_samples")
+        fraction = self.lr_warmup_fraction
+        warmup = sum(w.samples(global_batch_size) for w in warmups) if fraction is None else fraction * decay
+        return Schedule(self.lr, self.min_lr, self.lr_decay_style, warmup, decay, global_batch_size)
 
 
-def learning_rate(
-    config: ScheduleConfig,
-    scheduled_samples: int,
-    *,
-    global_batch_size: int,
-    train_iters: int | None = None,
-    train_samples: int | None = None,
-) -> float:
-    """The learning rate of the iteration that starts after `scheduled_samples` samples.
-
-    Args:
-        config: the schedule.
-        scheduled_samples: samples of the iterations so far whose step was taken; a skipped one does not count.
-        global_batch_size: samples of an iteration, by which iterations are converted.
-        train_iters, train_samples: how long the whole training is; one of them unless the config gives the decay.
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A learning rate over the samples trained on, whatever flags it came from.
 
     Counted in samples, as Megatron-LM 2.5 does, so that it does not depend on the batch size at the time: the first
-    iteration of a warm-up has rate 0. The decay includes the warm-up. With `q` the part of the decay after the warm-up
-    that has passed, linear gives `min_lr + (1 - q) (lr - min_lr)` and cosine `min_lr + (1 + cos(pi q)) / 2
-    (lr - min_lr)`; inverse-square-root gives `lr sqrt(warm-up / scheduled_samples)`, where the warm-up is at least one
-    iteration, and never less than `min_lr`.
+    iteration of a warm-up has rate 0.
+
+    Attributes:
+        peak: reached at the end of the warm-up.
+        minimum: at the end of the decay and after it.
+        style: of the decay, one of the choices of `--lr-decay-style`.
+        warmup, decay: samples; the decay includes the warm-up.
+        batch: samples of an iteration, the shortest warm-up that inverse-square-root reckons with.
     """
-    warmup, decay = config.spans(global_batch_size, train_iters, train_samples)
-    if scheduled_samples < warmup:
-        return config.lr * scheduled_samples / warmup
-    if config.lr_decay_style == "constant":
-        return config.lr
-    if scheduled_samples >= decay:
-        # At the very end of a decay that is all warm-up, the rate is still the peak that it has just reached.
-        return config.lr if scheduled_samples == warmup else config.min_lr
-    if config.lr_decay_style == "inverse-square-root":
-        start = max(warmup, global_batch_size)
-        return max(config.min_lr, config.lr * math.sqrt(start / max(scheduled_samples, start)))
-    passed = (scheduled_samples - warmup) / (decay - warmup)
-    left = 1.0 - passed if config.lr_decay_style == "linear" else (1.0 + math.cos(math.pi * passed)) / 2.0
-    return config.min_lr + left * (config.lr - config.min_lr)
+
+    peak: float
+    minimum: float
+    style: str
+    warmup: float
+    decay: int
+    batch: int
+
+    def rate(self, scheduled_samples: int) -> float:
+        """The learning rate of the iteration that starts after `scheduled_samples` samples; skipped ones do not count.
+
+        With `q` the part of the decay after the warm-up that has passed, linear gives `minimum + (1 - q) (peak -
+        minimum)` and cosine `minimum + (1 + cos(pi q)) / 2 (peak - minimum)`; inverse-square-root gives `peak
+        sqrt(warmup / scheduled_samples)`, where the warm-up is at least one iteration, and never less than `minimum`.
+        """
+        if scheduled_samples < self.warmup:
+            return self.peak * scheduled_samples / self.warmup
+        if self.style == "constant":
+            return self.peak
+        if scheduled_samples >= self.decay:
+            # At the very end of a decay that is all warm-up, the rate is still the peak that it has just reached.
+            return self.peak if scheduled_samples == self.warmup else self.minimum
+        if self.style == "inverse-square-root":
+            start = self._start()
+            return max(self.minimum, self.peak * math.sqrt(start / max(scheduled_samples, start)))
+        passed = (scheduled_samples - self.warmup) / (self.decay - self.warmup)
+        left = 1.0 - passed if self.style == "linear" else (1.0 + math.cos(math.pi * passed)) / 2.0
+        return self.minimum + left * (self.peak - self.minimum)
+
+    def _start(self) -> float:
+        """Where inverse-square-root begins to fall."""
+        return max(self.warmup, self.batch)
+
+    def differences(self, before: "Schedule") -> list[str]:
+        """In words, each way in which it is another function of the samples than `before`; none where it is the same.
+
+        A constant one has neither minimum nor decay.
+        """
+        found: dict[str, tuple[float | str, float | str]] = {
+            "the largest learning rate": (self.peak, before.peak),
+            "the style of the decay": (self.style, before.style),
+            "the warm-up in samples": (self.warmup, before.warmup),
+        }
+        if self.style != "constant" and before.style != "constant":
+            found["the smallest learning rate"] = (self.minimum, before.minimum)
+            found["the end of the decay in samples"] = (self.decay, before.decay)
+        if self.style == before.style == "inverse-square-root" and self.warmup == before.warmup:
+            found["the begin of the decay in samples"] = (self._start(), before._start())
+        return [f"{what} is {now} and was {then}" for what, (now, then) in found.items() if not _same(now, then)]
+
+
+def _same(a: float | str, b: float | str) -> bool:
+    """Whether two values are one, or differ by the rounding of a warm-up that was given as a fraction."""
+    return a == b or (not isinstance(a, str) and not isinstance(b, str) and math.isclose(a, b, rel_tol=1e-9))

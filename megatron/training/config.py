@@ -231,6 +231,12 @@ class RunConfig(ComposedConfig):
         batch = self.batch_schedule(world_size).global_batch_size or None  # 0 where the ranks are too few
         return self.schedule.training_problems(self.training.train_iters, self.training.train_samples, batch)
 
+    @combines("schedule", "checkpoint")
+    def _resuming_problems(self, world_size: int) -> list[str]:
+        if not (self.checkpoint.finetune and self.schedule.use_checkpoint_lr_scheduler):
+            return []
+        return ["--finetune and --use-checkpoint-lr-scheduler: give one of them, for the one begins a new schedule"]
+
     @combines("distributed", "pipeline")
     def _rank_problems(self, world_size: int) -> list[str]:
         t, p = self.distributed.tensor_model_parallel_size, self.pipeline.pipeline_model_parallel_size

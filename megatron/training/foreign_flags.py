@@ -53,7 +53,7 @@ RENAMED: Mapping[str, str] = {
 UNSUPPORTED = frozenset(
     """
     fp32-residual-connection fp16-lm-cross-entropy
-    no-save-optim no-save-rng override-lr-scheduler use-checkpoint-lr-scheduler
+    no-save-optim no-save-rng
     openai-gelu init-method-xavier-uniform log-params-norm
     log-num-zeros-in-grad
     position-embedding-type no-position-embedding rotary-base rotary-percent rotary-seq-len-interpolation-factor

@@ -11,6 +11,7 @@ from torch import distributed as dist
 
 from megatron import mpu
 from megatron.training.config import BatchSizes, RunConfig
+from megatron.training.data_facts import DataFacts
 from megatron.training.failure import mistakes
 from megatron.training.leaving import leaving_together, words_on
 from megatron.training.losses import NonFiniteLoss
@@ -95,7 +96,9 @@ def pretrain(
         trainee = Trainee(model, new_optimizer(config, model, world), RunState())
         with mistakes():
             messages = [line for d in datasets for line in getattr(d, "report", list)()]
-            messages += restore(trainee, config, world)
+            data = DataFacts.of_run(config, world.size, counts[0], datasets)
+            resumed = restore(trainee, config, world, data)
+            messages += resumed.messages
             check_progress(config, trainee.state, world.size)
             # Nothing is written before this line: whatever is wrong has been told by now.
             audience = Audience(open_outputs(config, observers) if world.reports else [])
@@ -109,7 +112,7 @@ def pretrain(
             saver = stack.enter_context(run_saver(config, world, state, audience.on_message))
             leaving = stack.enter_context(leaving_together(world.rank, world.size, minutes, began, timeout))
             parts = (config, world, trainee, pipeline, datasets, forward_step)
-            run = Run(*parts, end, flops, audience, saver, leaving, timers, evaluator)
+            run = Run(*parts, end, resumed.schedule, data, flops, audience, saver, leaving, timers, evaluator)
             audience.on_start(description(run))
             for message in messages:
                 audience.on_message(message)
@@ -255,4 +258,4 @@ def _final_evaluations(run: Run) -> None:
 def _save(run: Run, *, last: bool = False) -> None:
     """Write a checkpoint below `--save`, if asked for and not written for this iteration yet."""
     if run.saver is not None:
-        save(run.saver, run.trainee, run.config, last=last)
+        save(run.saver, run.trainee, run.config, run.facts(), last=last)

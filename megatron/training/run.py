@@ -12,8 +12,9 @@ from megatron import mpu
 from megatron.base.complaints import raise_joined
 from megatron.checkpointing import Saver
 from megatron.data import GlobalBatchSampler, RampUp, build_loader
-from megatron.optimizer import learning_rate
+from megatron.optimizer import Schedule
 from megatron.training.config import BatchSizes, RunConfig
+from megatron.training.data_facts import DataFacts
 from megatron.training.leaving import Leaving
 from megatron.training.losses import NonFiniteLoss
 from megatron.training.observers import Audience, Metrics
@@ -54,8 +55,9 @@ SPLITS = ("training", "validation", "test")
 class Run:
     """Everything that the loop holds while it goes on; what moves is in `trainee`.
 
-    `train_iters` is the iteration at which it ends; `flops_per_sample` are the model's and the executed ones, where
-    they are known; `evaluator` evaluates in place of the loop.
+    `train_iters` is the iteration at which it ends; `schedule` is that of the flags or of the checkpoint; `data` says
+    which samples it sees; `flops_per_sample` are the model's and the executed ones, where they are known; `evaluator`
+    evaluates in place of the loop.
     """
 
     config: RunConfig
@@ -65,6 +67,8 @@ class Run:
     datasets: Datasets
     forward_step: ForwardStep
     train_iters: int
+    schedule: Schedule
+    data: DataFacts
     flops_per_sample: tuple[float | None, float | None]
     audience: Audience
     saver: Saver | None
@@ -95,13 +99,11 @@ class Run:
 
     def learning_rate(self) -> float:
         """Of the next iteration, by the samples of those that were not skipped."""
-        return learning_rate(
-            self.config.schedule,
-            self.trainee.state.scheduled_samples,
-            global_batch_size=self.sizes().global_batch_size,
-            train_iters=self.config.training.train_iters,
-            train_samples=self.config.training.train_samples,
-        )
+        return self.schedule.rate(self.trainee.state.scheduled_samples)
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint keeps of how the run goes, beside its flags: its schedule and what decides its samples."""
+        return {"schedule": dataclasses.asdict(self.schedule), "data": dataclasses.asdict(self.data)}
 
     def loss_scaling(self) -> dict[str, float]:
         """The loss scale and how many iterations were skipped in all, as far as there are such things."""

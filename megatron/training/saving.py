@@ -3,12 +3,12 @@
 import contextlib
 import dataclasses
 import datetime
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megatron import mpu
-from megatron.checkpointing import CheckpointConfig, Saver
+from megatron.checkpointing import Saver
+from megatron.checkpointing.config import same_folder
 from megatron.training.config import RunConfig
 from megatron.training.setup import World
 from megatron.training.state import RunState, Trainee, layout, library_versions, model_signature
@@ -34,7 +34,7 @@ def run_saver(config: RunConfig, world: World, state: RunState, tell: Callable[[
         in_background=chosen.async_save,
         keep_last=chosen.keep_last,
         max_failed=chosen.max_failed_saves,
-        saved_iteration=state.loaded_iteration if _goes_on_in_its_folder(chosen) else None,
+        saved_iteration=state.loaded_iteration if same_folder(chosen.save, chosen.load) else None,
         timeout=datetime.timedelta(minutes=config.distributed.distributed_timeout_minutes),
     )
     try:
@@ -46,22 +46,17 @@ def run_saver(config: RunConfig, world: World, state: RunState, tell: Callable[[
     saver.close()
 
 
-def _goes_on_in_its_folder(config: CheckpointConfig) -> bool:
-    """Whether `--save` is the folder that the run was loaded from."""
-    folders = (config.save, config.load)
-    return len({os.path.realpath(folder) for folder in folders if folder is not None}) == 1 and None not in folders
-
-
-def save(saver: Saver, trainee: Trainee, config: RunConfig, *, last: bool = False) -> None:
+def save(saver: Saver, trainee: Trainee, config: RunConfig, facts: Mapping[str, Any], *, last: bool = False) -> None:
     """Write a checkpoint of `trainee`, or begin to. Collective: every rank takes part and writes what is its own.
 
-    See `Saver.save`: the `last` one of a run is there when this returns, or `SaveError` is raised.
+    `facts` are plain values that are kept beside (`Run.facts`). See `Saver.save`: the `last` one of a run is there when
+    this returns, or `SaveError` is raised.
     """
     trainee.optimizer.wait_for_parameters()
     saver.save(
         trainee.state.iteration,
         trainee.written(),
-        _plain_state(trainee, config),
+        {**_plain_state(trainee, config), **facts},
         trainee.own_tensors(),
         layout=layout(),
         tensor_rank=mpu.get_tensor_model_parallel_rank(),

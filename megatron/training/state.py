@@ -61,9 +61,10 @@ class Trainee:
         """What belongs to this rank alone: the states of its generators, and its values of the buffers."""
         return mpu.rng_state() | {_BUFFER + name: buffer for name, buffer in self.buffers().items()}
 
-    def load_own_tensors(self, own: Mapping[str, Tensor]) -> None:
-        """Put back what `own_tensors` gave."""
-        mpu.set_rng_state({name: state for name, state in own.items() if not name.startswith(_BUFFER)})
+    def load_own_tensors(self, own: Mapping[str, Tensor], *, generators: bool = True) -> None:
+        """Put back what `own_tensors` gave, or of it the buffers alone."""
+        if generators:
+            mpu.set_rng_state({name: state for name, state in own.items() if not name.startswith(_BUFFER)})
         for name, buffer in self.buffers().items():
             buffer.copy_(own[_BUFFER + name])
 

@@ -2,28 +2,30 @@
 
 import dataclasses
 import json
+from collections.abc import Collection
 from typing import Any
 
+from megatron.base.complaints import ConfigError
 from megatron.base.compose import make_section, section_types
 from megatron.base.config import flag_name
-from megatron.optimizer import PrecisionConfig
+from megatron.optimizer import PrecisionConfig, Schedule, ScheduleConfig
 from megatron.training.config import RunConfig
 
 # What a checkpoint keeps of `RunState`.
 PROGRESS = ("iteration", "consumed_samples", "scheduled_samples", "skipped_iterations")
 
-# What the order of the samples depends on beside the seed and the number of samples.
-_ORDERING = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "split", "seq_length")
+# What a run that goes on wants of a checkpoint's plain values.
+_PARTS: dict[str, tuple[str, ...]] = {"run": PROGRESS, "model": (), "config": (), "optimizer": ("step_count",)}
 
 
-def check_complete(stored: dict[str, Any], directory: str) -> None:
-    """Raise ValueError where the checkpoint in `directory` is not one of a training run, by what `stored` lacks."""
-    wanted = {"run": PROGRESS, "model": (), "optimizer": ("step_count",), "config": ()}
+def incomplete(stored: dict[str, Any], directory: str, wanted: Collection[str] = tuple(_PARTS)) -> list[str]:
+    """A sentence where the checkpoint in `directory` is not one of a training run: what of `wanted` it lacks."""
     missing = [part for part in wanted if part not in stored]
     there = [part for part in wanted if part in stored]
-    missing += [f"{part}.{name}" for part in there for name in wanted[part] if name not in stored[part]]
-    if missing:
-        raise ValueError(f"--load {directory}: its checkpoint is not one to go on from, it lacks {', '.join(missing)}")
+    missing += [f"{part}.{name}" for part in there for name in _PARTS[part] if name not in stored[part]]
+    if not missing:
+        return []
+    return [f"--load {directory}: its checkpoint is not one to go on from, it lacks {', '.join(missing)}"]
 
 
 def stored_section(stored: dict[str, Any], section: str) -> dict[str, Any]:
@@ -33,28 +35,32 @@ def stored_section(stored: dict[str, Any], section: str) -> dict[str, Any]:
     return {**json.loads(json.dumps(defaults)), **stored.get(section, {})}
 
 
-def changes(stored: dict[str, Any], config: RunConfig) -> list[str]:
-    """Sentences where flags that shape the learning rate or the order of the samples are not the checkpoint's.
+def stored_schedule(stored: dict[str, Any]) -> Schedule | None:
+    """The learning-rate schedule by which a run went on that was saved; None where its checkpoint does not tell it."""
+    if "schedule" in stored:
+        return Schedule(**stored["schedule"])
+    sections = stored.get("config", {})
+    flags, training = sections.get("schedule", {}), sections.get("training", {})
+    batch, lengths = training.get("global_batch_size"), [training.get(f"train_{unit}") for unit in ("iters", "samples")]
+    if batch is None or lengths == [None, None]:
+        return None
+    try:
+        return make_section(ScheduleConfig, flags).resolve(batch, *lengths)
+    except ConfigError:  # one of a program that knows other ones
+        return None
 
-    `stored` is the config in the checkpoint. The order depends on the number of samples that the whole run asks for.
-    """
-    now = json.loads(json.dumps(dataclasses.asdict(config)))  # as it would be stored: tuples are lists
-    run = ("training", ("train_iters", "train_samples", "global_batch_size", "rampup_batch_size"))
-    shaping = {
-        "learning-rate schedule": [("schedule", tuple(now["schedule"])), run],
-        "order of the samples": [("data", _ORDERING), run, ("training", ("seed",))],
-    }
-    differences = {
-        what: [
-            f"{flag_name(name)} is {now[section][name]} and was {before.get(name)}"
-            for section, names in parts
-            for before in [stored_section(stored, section)]
-            for name in names
-            if now[section][name] != before.get(name)
-        ]
-        for what, parts in shaping.items()
-    }
-    return [f"the {what} is not the checkpoint's: {', '.join(found)}" for what, found in differences.items() if found]
+
+def schedule_differences(before: Schedule | None, now: Schedule, config: ScheduleConfig, directory: str) -> list[str]:
+    """A sentence where the checkpoint in `directory` went by another schedule, and no flag says which one counts."""
+    if before is None and config.use_checkpoint_lr_scheduler:
+        return [f"--use-checkpoint-lr-scheduler: the checkpoint in {directory} does not tell its schedule"]
+    differences = [] if before is None else now.differences(before)
+    if not differences or config.override_lr_scheduler or config.use_checkpoint_lr_scheduler:
+        return []
+    return [
+        f"the learning-rate schedule is not that of the checkpoint in {directory}: {', '.join(differences)}; "
+        "--override-lr-scheduler goes on by the flags, --use-checkpoint-lr-scheduler by the checkpoint"
+    ]
 
 
 def stored_precision(stored: dict[str, Any]) -> PrecisionConfig:
@@ -65,19 +71,27 @@ def stored_precision(stored: dict[str, Any]) -> PrecisionConfig:
 def format_differences(stored: dict[str, Any], config: RunConfig, directory: str) -> list[str]:
     """A sentence for each choice that makes the optimizer's state another than that of the checkpoint in `directory`.
 
-    `stored` is the config in the checkpoint.
+    `stored` is the config in the checkpoint. Master weights and moments are float32 with 16-bit and float32 weights.
     """
-    before, now = stored_precision(stored).format_flag, config.precision.format_flag
+    before, now = stored_precision(stored), config.precision
     mine, theirs = config.optimizer, stored_section(stored, "optimizer")
-    choices = {now: before, f"--optimizer {mine.optimizer}": f"--optimizer {theirs['optimizer']}"}
+    choices = {f"--optimizer {mine.optimizer}": f"--optimizer {theirs['optimizer']}"}
+    if before.main_dtype != now.main_dtype:
+        choices[now.format_flag] = before.format_flag
     without_momentum = [not momentum for momentum in (mine.sgd_momentum, theirs["sgd_momentum"])]
     if mine.optimizer == theirs["optimizer"] == "sgd" and any(without_momentum) and not all(without_momentum):
         choices[f"--sgd-momentum {mine.sgd_momentum}"] = f"--sgd-momentum {theirs['sgd_momentum']}"
     return [
-        f"{chosen}: the checkpoint in {directory} is of a run with {was}"
+        f"{chosen}: the checkpoint in {directory} is of a run with {was}; --no-load-optim goes on with a new optimizer"
         for chosen, was in choices.items()
         if chosen != was
     ]
+
+
+def keeps_moments(stored: dict[str, Any]) -> bool:
+    """Whether the optimizer of the run that saved the config `stored` has moments; plain SGD has none."""
+    section = stored_section(stored, "optimizer")
+    return section["optimizer"] != "sgd" or bool(section["sgd_momentum"])
 
 
 def model_differences(stored: dict[str, Any], present: dict[str, Any], directory: str) -> list[str]:

@@ -85,7 +85,7 @@ def test_a_run_of_so_many_samples(ranks: Ranks, sets: list[str], tmp_path: Path)
         assert whole.series(name) == iterations.series(name)
     saved = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
     ranks(1, run_pretrain, [*words, *saved, "--exit-interval", "3"])
-    resumed = ranks(1, run_pretrain, [*words, *saved, "--global-batch-size", "4"])[0]
+    resumed = ranks(1, run_pretrain, [*words, *saved, "--global-batch-size", "4", "--accept-data-change"])[0]
     assert resumed.series("consumed-samples") == [*range(28, 68, 4)]
     assert resumed.series("lr")[0] == iterations.series("lr")[3]
 

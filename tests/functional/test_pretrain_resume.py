@@ -138,14 +138,9 @@ def test_evaluation_leaves_out_dropout(ranks: Ranks, data_path: str) -> None:
     assert plain == dropping
 
 
-def test_a_loaded_run_saves_to_another_folder_and_tells_what_changed(
-    ranks: Ranks, data_path: str, tmp_path: Path
-) -> None:
+def test_a_loaded_run_saves_to_another_folder(ranks: Ranks, data_path: str, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     chosen = {"train_iters": 4, "eval_iters": 0}
     ranks(1, run_pretrain, flags(data_path, save=first, **chosen))
     ranks(1, run_pretrain, flags(data_path, load=first, save=second, **chosen))
     assert (second / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
-    told = ranks(1, run_pretrain, flags(data_path, load=first, lr=2e-3, seed=7, **chosen))[0].messages
-    assert "the learning-rate schedule is not the checkpoint's: --lr is 0.002 and was 0.001" in told
-    assert "the order of the samples is not the checkpoint's: --seed is 7 and was 1234" in told

@@ -11,6 +11,7 @@ import torch
 from megatron.checkpointing import (
     DamageError,
     LoadedState,
+    Placed,
     iterations_to_try,
     load_checkpoint,
     load_first_whole,
@@ -93,11 +94,14 @@ def test_the_newest_that_is_whole(directory: Path) -> None:
 
 
 def test_a_checkpoint_of_another_model_is_no_reason_to_fall_back(directory: Path) -> None:
-    def refuse(state: dict[str, object]) -> None:
+    def refuse(state: dict[str, object], stored: object) -> Placed:
         raise ValueError(f"another model at {state['at']}")
 
+    def load_chosen(iteration: int) -> LoadedState:
+        return load_checkpoint(directory, refuse, rank=0, layout={}, iteration=iteration)
+
     with pytest.raises(ValueError, match="another model at 15"):
-        load_first_whole([15, 10], lambda iteration: load(directory, iteration, check=refuse))
+        load_first_whole([15, 10], load_chosen)
 
 
 @pytest.mark.parametrize("content", ["", "ten", None])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron.base.complaints import ConfigError
-from megatron.checkpointing import CheckpointConfig, iteration_to_load, save_checkpoint
+from megatron.checkpointing import CheckpointConfig, iterations_to_load, save_checkpoint
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -21,6 +21,13 @@ def save_empty(directory: Path, iteration: int) -> None:
         ({"save": "x", "save_interval": 0}, "--save-interval 0"),
         ({"save": ""}, "--save '': it must be a folder"),
         ({"load": __file__}, "it must be a folder"),
+        ({"ckpt_step": -1, "load": "x"}, "--ckpt-step -1"),
+        ({"ckpt_step": 5}, "--ckpt-step 5: it needs --load"),
+        ({"load_fallback": True}, "--load-fallback: it needs --load"),
+        ({"finetune": True}, "--finetune: it needs --load"),
+        ({"load_optim": False}, "--no-load-optim: it needs --load"),
+        ({"load_rng": False}, "--no-load-rng: it needs --load"),
+        ({"finetune": True, "load": "x", "save": "y/../x"}, "--finetune: --save y/../x must be another folder than"),
     ],
 )
 def test_complaints(values: dict[str, object], words: str) -> None:
@@ -34,7 +41,7 @@ def test_folders_may_be_absent(tmp_path: Path) -> None:
 
 
 def test_nothing_to_load() -> None:
-    assert iteration_to_load(CheckpointConfig()) is None
+    assert iterations_to_load(CheckpointConfig()) == []
 
 
 @pytest.mark.parametrize("save", [None, "elsewhere"])
@@ -44,27 +51,62 @@ def test_a_missing_checkpoint_is_refused(tmp_path: Path, save: str | None, prese
         (tmp_path / "load").mkdir()
     config = CheckpointConfig(load=str(tmp_path / "load"), save=save and str(tmp_path / save))
     with pytest.raises(ValueError, match=f"--load .*load: there is no checkpoint in it, for there is no {TRACKER}"):
-        iteration_to_load(config)
+        iterations_to_load(config)
 
 
 def test_a_run_that_is_its_own_successor_starts_afresh(tmp_path: Path) -> None:
     config = CheckpointConfig(load=str(tmp_path / "run"), save=str(tmp_path / "x" / ".." / "run"))
     (tmp_path / "x").mkdir()
-    assert iteration_to_load(config) is None
+    assert iterations_to_load(config) == []
     save_empty(tmp_path / "run", 5)
     save_empty(tmp_path / "run", 7)
-    assert iteration_to_load(config) == 7
+    assert iterations_to_load(config) == [7]
 
 
 def test_a_checkpoint_saved_whole_before_the_tracker_counts(tmp_path: Path) -> None:
     config = CheckpointConfig(load=str(tmp_path), save=str(tmp_path))
     save_empty(tmp_path, 5)
     (tmp_path / TRACKER).unlink()
-    assert iteration_to_load(config) == 5
+    assert iterations_to_load(config) == [5]
 
 
 def test_a_tracker_without_its_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / TRACKER).write_text("9\n")
     config = CheckpointConfig(load=str(tmp_path), save=str(tmp_path))
     with pytest.raises(ValueError, match="iter_0000009: there is no such folder"):
-        iteration_to_load(config)
+        iterations_to_load(config)
+
+
+def test_the_candidates(tmp_path: Path) -> None:
+    for iteration in (5, 7, 9):
+        save_empty(tmp_path, iteration)
+    load = str(tmp_path)
+    assert iterations_to_load(CheckpointConfig(load=load)) == [9]
+    assert iterations_to_load(CheckpointConfig(load=load, load_fallback=True)) == [9, 7, 5]
+    assert iterations_to_load(CheckpointConfig(load=load, ckpt_step=7)) == [7]
+    assert iterations_to_load(CheckpointConfig(load=load, ckpt_step=7, load_fallback=True)) == [7, 5]
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize("save", [None, "."])
+def test_a_step_that_is_not_there_is_refused(tmp_path: Path, fallback: bool, save: str | None) -> None:
+    """Also where the run is its own successor: it was asked for."""
+    config = CheckpointConfig(
+        load=str(tmp_path), ckpt_step=6, load_fallback=fallback, save=save and str(tmp_path / save)
+    )
+    with pytest.raises(ValueError, match=r"--ckpt-step 6: .* has no checkpoint of that iteration; there are: none"):
+        iterations_to_load(config)
+    save_empty(tmp_path, 5)
+    with pytest.raises(ValueError, match=r"--ckpt-step 6: .* there are: 5"):
+        iterations_to_load(config)
+
+
+@pytest.mark.parametrize("content", ["9", "nine", None])
+def test_what_the_tracker_does_not_lead_to_is_told_with_the_way_out(tmp_path: Path, content: str | None) -> None:
+    save_empty(tmp_path, 5)
+    (tmp_path / TRACKER).unlink()
+    if content is not None:
+        (tmp_path / TRACKER).write_text(content)
+        with pytest.raises(ValueError, match=r"; --load-fallback goes on from .* iteration 5$"):
+            iterations_to_load(CheckpointConfig(load=str(tmp_path)))
+    assert set(iterations_to_load(CheckpointConfig(load=str(tmp_path), load_fallback=True))) >= {5}

@@ -9,14 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.base.complaints import ConfigError
-from megatron.optimizer.schedule import ScheduleConfig, learning_rate
+from megatron.optimizer.schedule import Schedule, ScheduleConfig
 
 
 def rates(config: ScheduleConfig, iterations: int, batch: int = 8, train_iters: int = 10) -> list[float]:
     """The learning rates of iterations 1, 2, ..."""
-    return [
-        learning_rate(config, i * batch, train_iters=train_iters, global_batch_size=batch) for i in range(iterations)
-    ]
+    schedule = config.resolve(batch, train_iters)
+    return [schedule.rate(i * batch) for i in range(iterations)]
 
 
 @pytest.mark.parametrize(("name", "style"), [("gpt_tp2", "cosine"), ("bert_tp2", "linear")])
@@ -35,7 +34,7 @@ def test_equals_the_log_of_megatron_lm(shared: Path, name: str, style: str) -> N
     assert len(curve["train"]) == 10
     for entry in curve["train"]:
         # It logs the rate after the iteration has been counted, with four digits.
-        rate = learning_rate(config, entry["iteration"] * batch, train_iters=10, global_batch_size=batch)
+        rate = config.resolve(batch, train_iters=10).rate(entry["iteration"] * batch)
         assert float(f"{rate:.3E}") == entry["learning_rate"]
 
 
@@ -74,7 +73,7 @@ def test_samples_are_iterations_times_their_batch() -> None:
     ):
         assert rates(ScheduleConfig(lr=1.0, **changes), 50) == expected
     config = ScheduleConfig(lr=1.0, lr_warmup_iters=10)
-    given = [learning_rate(config, i * 8, train_samples=320, global_batch_size=8) for i in range(50)]
+    given = [config.resolve(8, train_samples=320).rate(i * 8) for i in range(50)]
     assert given == expected
 
 
@@ -116,6 +115,40 @@ def test_rises_to_the_peak_and_falls_to_the_floor(
     assert values[-1] == (1.0 if style == "constant" else floor)
 
 
+SCHEDULES = st.builds(
+    lambda style, warmup, decay, batch, rates: Schedule(
+        max(rates), min(rates), style, min(warmup, decay), decay, batch
+    ),
+    st.sampled_from(["constant", "linear", "cosine", "inverse-square-root"]),
+    st.sampled_from([0, 2, 4]),
+    st.sampled_from([4, 8]),
+    st.sampled_from([1, 3]),
+    st.tuples(st.sampled_from([0.5, 1.0]), st.sampled_from([0.5, 1.0])),
+)
+
+
+@given(SCHEDULES, SCHEDULES)
+def test_schedules_without_a_difference_are_one_function(one: Schedule, other: Schedule) -> None:
+    curves = [[schedule.rate(n) for n in range(12)] for schedule in (one, other)]
+    if not one.differences(other):
+        assert curves[0] == curves[1]
+    assert bool(one.differences(other)) == bool(other.differences(one))
+    assert one.differences(one) == []
+
+
+def test_differences_are_of_what_the_flags_come_to() -> None:
+    """Not of the flags, and in their numbers."""
+    now = ScheduleConfig(lr=1.0, lr_warmup_iters=10, lr_decay_samples=400).resolve(8)
+    assert now.differences(ScheduleConfig(lr=1.0, lr_warmup_fraction=0.2, lr_decay_iters=100).resolve(4)) == []
+    assert now.differences(ScheduleConfig(lr=0.5, lr_warmup_iters=9).resolve(8, train_iters=40)) == [
+        "the largest learning rate is 1.0 and was 0.5",
+        "the warm-up in samples is 80 and was 72",
+        "the end of the decay in samples is 400 and was 320",
+    ]
+    constant = ScheduleConfig(lr=1.0, lr_decay_style="constant")
+    assert constant.resolve(8, train_iters=40).differences(constant.resolve(8, train_iters=80)) == []
+
+
 @pytest.mark.parametrize(
     ("wrong", "flags"),
     [
@@ -134,6 +167,10 @@ def test_rises_to_the_peak_and_falls_to_the_floor(
         ({"lr_warmup_fraction": 1.5}, ["--lr-warmup-fraction 1.5"]),
         ({"lr_warmup_iters": -1}, ["--lr-warmup-iters -1"]),
         ({"lr_decay_iters": 0}, ["--lr-decay-iters 0"]),
+        (
+            {"override_lr_scheduler": True, "use_checkpoint_lr_scheduler": True},
+            ["--override-lr-scheduler and --use-checkpoint-lr-scheduler: give one of them"],
+        ),
     ],
 )
 def test_complaints_name_the_flags(wrong: dict[str, object], flags: list[str]) -> None:

@@ -9,11 +9,12 @@ import pytest
 from megatron.training.arguments import parse_composed
 from megatron.training.config import RunConfig
 from megatron.training.stored import (
-    changes,
-    check_complete,
     format_differences,
+    incomplete,
     model_differences,
+    schedule_differences,
     stored_precision,
+    stored_schedule,
     stored_section,
 )
 from tests.harness.runs import flags
@@ -28,30 +29,36 @@ def without(section: str, *names: str) -> dict[str, Any]:
     return {name: value for name, value in STORED.items() if name != section} | ({section: rest} if names else {})
 
 
+NOW = CONFIG.schedule.resolve(8, CONFIG.training.train_iters)
+
+
 def test_the_same_config_has_changed_nothing() -> None:
-    assert changes(STORED, CONFIG) == []
     assert format_differences(STORED, CONFIG, "there") == []
+    assert stored_schedule({"config": STORED}) == NOW
+    assert schedule_differences(NOW, NOW, CONFIG.schedule, "there") == []
 
 
-@pytest.mark.parametrize(
-    ("section", "names"),
-    [(name, ()) for name in ("precision", "optimizer", "pipeline", "logging")] + [("schedule", ("lr_decay_samples",))],
-)
-def test_what_is_not_stored_was_the_default(section: str, names: tuple[str, ...]) -> None:
-    assert changes(without(section, *names), CONFIG) == []
-    assert format_differences(without(section, *names), CONFIG, "there") == []
-
-
-def test_what_is_not_stored_and_has_no_default_is_told() -> None:
-    told = changes(without("schedule"), CONFIG)
-    assert len(told) == 1
-    assert "--lr is 0.001 and was None" in told[0]
-    assert [sentence.split(":")[0] for sentence in changes({}, CONFIG)] == [
-        "the learning-rate schedule is not the checkpoint's",
-        "the order of the samples is not the checkpoint's",
-    ]
+@pytest.mark.parametrize("section", ["precision", "optimizer", "pipeline", "logging"])
+def test_what_is_not_stored_was_the_default(section: str) -> None:
+    assert format_differences(without(section), CONFIG, "there") == []
     assert stored_precision({}).format_flag == "--params-dtype float32"
     assert stored_section({"data": {"split": "1,0,0"}}, "data")["split"] == "1,0,0"
+
+
+def test_a_schedule_is_stored_or_follows_from_the_flags() -> None:
+    other = dataclasses.replace(NOW, peak=0.5)
+    assert stored_schedule({"config": STORED, "schedule": dataclasses.asdict(other)}) == other
+    assert stored_schedule({"config": without("schedule", "lr_decay_samples")}) == NOW
+    for unknown in (without("schedule"), without("training"), without("training", "global_batch_size"), {}):
+        assert stored_schedule({"config": unknown}) is None
+
+
+def test_a_schedule_that_is_not_told() -> None:
+    """It is not compared, and cannot be gone on with."""
+    assert schedule_differences(None, NOW, CONFIG.schedule, "there") == []
+    config = dataclasses.replace(CONFIG.schedule, use_checkpoint_lr_scheduler=True)
+    (told,) = schedule_differences(None, NOW, config, "there")
+    assert told == "--use-checkpoint-lr-scheduler: the checkpoint in there does not tell its schedule"
 
 
 def test_a_choice_that_an_older_model_does_not_name_is_the_default() -> None:
@@ -71,7 +78,8 @@ def test_a_choice_that_an_older_model_does_not_name_is_the_default() -> None:
 def test_what_cannot_be_gone_on_from_is_refused(part: str, name: str | None, words: str) -> None:
     progress = dict.fromkeys(("iteration", "consumed_samples", "scheduled_samples", "skipped_iterations"), 0)
     stored: dict[str, Any] = {"run": progress, "model": {}, "optimizer": {"step_count": 0}, "config": {}}
-    check_complete(stored, "there")
+    assert incomplete(stored, "there") == []
     del (stored if name is None else stored[part])[part if name is None else name]
-    with pytest.raises(ValueError, match=f"--load there: its checkpoint is not one to go on from, .*{words}"):
-        check_complete(stored, "there")
+    (told,) = incomplete(stored, "there")
+    assert told.startswith("--load there: its checkpoint is not one to go on from, ") and words in told
+    assert incomplete(stored, "there", ["model"]) == []
