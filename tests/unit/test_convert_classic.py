@@ -20,6 +20,7 @@ from tools import convert_checkpoint
 
 VOCAB = 101
 CONFIG = TransformerConfig(4, 16, 4, 16, attention_dropout=0.0, hidden_dropout=0.0, activation="gelu_erf")
+_POST = "apply_residual_connection_post_layernorm"
 ARGS = {"bias_gelu_fusion": False, "openai_gelu": False, "consumed_train_samples": 28, "global_batch_size": 4}
 
 
@@ -131,13 +132,11 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "a state of another shape": (lambda r: r["optimizer"]["state"][3].update(exp_avg=torch.ones(2)), "shapes"),
     "another version": (lambda r: r.update(checkpoint_version=4.0), "version"),
     "other ranks": (lambda r: setattr(r["args"], "tensor_model_parallel_size", 4), "there are files of 2 ranks"),
-    "another residual": (
-        lambda r: setattr(r["args"], "apply_residual_connection_post_layernorm", True),
-        "--apply-residual-connection-post-layernorm",
-    ),
+    "a state without groups": (lambda r: r.update(optimizer={"state": {}}), "it is not understood"),
+    "a state that is a number": (lambda r: r["optimizer"]["state"][3].update(exp_avg=1), "it is not understood"),
 }
 # Complaints about flags, which are read from the first rank's file.
-FLAGS = ("there are files of 2 ranks", "--apply-residual-connection-post-layernorm")
+FLAGS = ("there are files of 2 ranks",)
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -180,6 +179,59 @@ def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     path.parent.rmdir()
     assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
     assert "tensor rank 1, pipeline rank 1 is missing" in capsys.readouterr().err
+
+
+def test_the_released_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights of float16 alone, of the first version and by its names, in a folder that has no number."""
+    weights = random(1, torch.float16)
+    old = {"fp16": True, "batch_size": 8, "warmup": 0.01, "DDP_impl": "torch", "checkpoint_num_layers": 1}
+    source = tmp_path / "theirs"
+    write_classic(source, CONFIG, weights, Layout(version=0, old=True), old)
+    (source / "iter_0000007").rename(source / "release")
+    (source / "latest_checkpointed_iteration.txt").write_text("release")
+    assert convert(source, tmp_path / "ours", "--activation", "gelu_erf", "--check") == 0
+    said = capsys.readouterr().out
+    assert "--fp16" in said and "--finetune" in said and "and to go on" not in said
+    found = from_native(tmp_path / "ours")
+    assert found.config == CONFIG and found.optimizer is None
+    assert found.tensors.keys() == weights.keys()
+    assert all(found.tensors[name].read().equal(value) for name, value in weights.items())
+
+
+def test_the_optimizer_of_the_first_versions(tmp_path: Path) -> None:
+    """Its parts have other names there, and its loss scale is an object of the program."""
+    masters, moments = random(1), {"exp_avg": random(2), "exp_avg_sq": random(3)}
+    weights = {name: value.half() for name, value in masters.items()}
+    layout = Layout(tensor=2, version=0, old=True, apex=True)
+    write_classic(tmp_path / "theirs", CONFIG, weights, layout, ARGS, {**moments, "master_weight": masters})
+
+    def renamed(record: dict[str, Any]) -> None:
+        saved = record["optimizer"]
+        old = {"optimizer_state_dict": saved["optimizer"], "fp32_from_fp16": saved["fp32_from_fp16_params"]}
+        record["optimizer"] = {"loss_scaler": Layout(), "dynamic_loss_scale": True, "overflow": False, **old}
+        record["lr_scheduler"] = {"start_lr": 0.1, "num_iters": 7, "warmup_iter": 2.0}
+
+    for path in (tmp_path / "theirs").rglob("*.pt"):
+        edited(path, renamed)
+    assert convert(tmp_path / "theirs", tmp_path / "ours") == 0
+    found = from_native(tmp_path / "ours").tensors
+    for kind, values in {**moments, "master_weight": masters}.items():
+        assert all(found[f"optimizer.{kind}.{name}"].read().equal(value) for name, value in values.items())
+    state = read_state(tmp_path / "ours")
+    assert state["optimizer"] == {"step_count": 7, "skipped_in_a_row": 0, "loss_scaler": {}}
+    assert state["run"]["scheduled_samples"] == 28
+
+
+def test_the_residual_of_the_norm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its logits are compared by `--check` with those of another computation; a GPT-2 elsewhere is no such model."""
+    write_classic(tmp_path / "theirs", CONFIG, random(1), Layout(2, 2), ARGS | {_POST: True})
+    assert convert(tmp_path / "theirs", tmp_path / "ours", "--check") == 0
+    assert f"--{_POST.replace('_', '-')}" in capsys.readouterr().out
+    assert from_native(tmp_path / "ours").config == dataclasses.replace(CONFIG, **{_POST: True})
+    asked = ["--from", "native", "--to", "hf", "--load", str(tmp_path / "ours"), "--save", str(tmp_path / "there")]
+    assert convert_checkpoint.main(asked) == 2
+    assert f"--{_POST.replace('_', '-')}" in capsys.readouterr().err
+    assert not (tmp_path / "there").exists()
 
 
 def test_a_flipped_byte_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

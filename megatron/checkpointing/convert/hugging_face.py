@@ -154,6 +154,8 @@ def to_hugging_face(transfer: Transfer, directory: Path, special: Mapping[str, i
     Raises ValueError where a GPT-2 of theirs cannot be that model.
     """
     config = transfer.config
+    if config.apply_residual_connection_post_layernorm:
+        raise ValueError("--apply-residual-connection-post-layernorm: a GPT-2 of Hugging Face has no such residual")
     if config.projection_size != config.hidden_size or config.norm_position != "pre":
         raise ValueError(
             f"--kv-channels {config.head_size} and --norm-position {config.norm_position}: a GPT-2 of Hugging Face has "

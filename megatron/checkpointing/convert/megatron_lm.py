@@ -19,6 +19,17 @@ from megatron.model import TransformerConfig
 # Sections of a run's config that say how it was laid out, stored or logged, which does not matter any more.
 _LEFT_BEHIND = ("distributed", "pipeline", "recompute", "checkpoint", "logging", "tokenizer", "model")
 
+# Choices of a model that have the same names.
+_SAME = (
+    "kv_channels",
+    "layernorm_epsilon",
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+    "make_vocab_size_divisible_by",
+    "apply_residual_connection_post_layernorm",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Told:
@@ -103,8 +114,6 @@ def model_config(
 ) -> TransformerConfig:
     """The model by the saved flags and, where an old program did not save them, by the shapes of its tensors."""
     args = checkpoint.args
-    if args.get("apply_residual_connection_post_layernorm"):
-        raise ValueError(f"{checkpoint.folder}: --apply-residual-connection-post-layernorm is not known here")
     shapes = {name: pieces[0].shape for name, pieces in weights.items()}
     layer = "encoder.layers.0.mlp.dense_h_to_4h.weight"
     if not {WORDS, "embedding.position_embeddings.weight", layer} <= shapes.keys():
@@ -121,8 +130,7 @@ def model_config(
         "activation": told.activation or _activation(args, notes),
         "untie_embeddings_and_output_weights": "output_layer.weight" in weights,
     }
-    same = ("kv_channels", "layernorm_epsilon", "attention_dropout", "hidden_dropout", "init_method_std")
-    values |= {name: args[name] for name in (*same, "make_vocab_size_divisible_by") if args.get(name) is not None}
+    values |= {name: args[name] for name in _SAME if args.get(name) is not None}
     return own_defaults(make_section(TransformerConfig, values))
 
 

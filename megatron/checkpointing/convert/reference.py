@@ -40,16 +40,18 @@ class ForeignGPT:
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         """Of token ids [b, s], with those of padding rows: [b, s, padded v]."""
-        words = self.parts(WORDS)
+        words, of_norm = self.parts(WORDS), self.config.apply_residual_connection_post_layernorm
         hidden = _look_up(words, tokens) + self.parts(_POSITIONS)[0][: tokens.shape[1]]
         for layer in range(self.config.num_layers):
             stem = f"encoder.layers.{layer}"
             normed = self._norm(f"{stem}.input_layernorm", hidden)
-            hidden = hidden + self._block(
+            hidden = (normed if of_norm else hidden) + self._block(
                 f"{stem}.self_attention.query_key_value", self._attend, f"{stem}.self_attention.dense", normed
             )
             normed = self._norm(f"{stem}.post_attention_layernorm", hidden)
-            hidden = hidden + self._block(f"{stem}.mlp.dense_h_to_4h", self._gelu, f"{stem}.mlp.dense_4h_to_h", normed)
+            hidden = (normed if of_norm else hidden) + self._block(
+                f"{stem}.mlp.dense_h_to_4h", self._gelu, f"{stem}.mlp.dense_4h_to_h", normed
+            )
         hidden = self._norm("encoder.final_layernorm", hidden)
         output = self.parts(_OUTPUT) if self.config.untie_embeddings_and_output_weights else words
         return torch.cat([hidden @ part.t() for part in output], dim=-1)
