@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.checkpointing import BackgroundSaver, SaveError, load_checkpoint, save_checkpoint
+from megatron.checkpointing import BackgroundSaver, CheckpointConfig, SaveError, load_checkpoint, save_checkpoint
 from megatron.checkpointing.folders import complete_iterations, leftovers
 from megatron.mpu.sharding import Sharding
 
@@ -229,6 +229,25 @@ def test_killed_before_and_after_each_step(tmp_path: Path, trial: Trial, iterati
         newest = {f"iter_{number:07d}" for number in sorted({*whole, 30})[-2:]}
         assert {path.name for path in directory.iterdir()} == {TRACKER, *newest}, f"step {step}"
     assert outcomes == {(10, 1.0), (iteration, 2.0)}
+
+
+def test_the_first_save_of_all_is_killed_at_each_step(tmp_path: Path, trial: Trial) -> None:
+    """A run that is its own successor then starts afresh or from that checkpoint, and saves."""
+    outcomes = set()
+    for step in itertools.count():
+        directory = tmp_path / str(step)
+        code = trial(save_and_die, directory, 20, 2.0, step)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        assert CheckpointConfig(load=str(directory), save=str(directory)).input_problems() == []
+        outcomes.add(tuple(complete_iterations(directory)))
+        assert all(load(directory, iteration=number) == (20, 2.0) for number in complete_iterations(directory))
+        save(directory, 30, 3.0, keep=1)
+        assert load(directory) == (30, 3.0)
+        assert {path.name for path in directory.iterdir()} == {TRACKER, "iter_0000030"}
+    assert outcomes == {(), (20,)}
+    assert step > 30
 
 
 @pytest.mark.parametrize("behind", [False, True], ids=["foreground", "behind"])
