@@ -1,6 +1,7 @@
 """Updated parameters on their way back: gathered from the data ranks while the next forward pass begins."""
 
 import functools
+import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -35,9 +36,11 @@ class ParameterGatherer:
         places = {id(p): i for i, bucket in enumerate(buckets) for p in bucket.parameters.values()}
         self._needs: list[set[int]] = []  # by module
         for module in model.modules() if overlap else ():
-            module.register_forward_pre_hook(functools.partial(self._before, len(self._needs)))
+            module.register_forward_pre_hook(functools.partial(_before, weakref.ref(self), len(self._needs)))
             self._needs.append({places[id(p)] for p in module.parameters(recurse=False) if id(p) in places})
         self._called: set[int] = set()  # to train, since the last step
+        # Once it is gone nobody else would wait for what is under way.
+        weakref.finalize(self, _wait_for, self._pending).atexit = False
 
     def start(self, number: int) -> None:
         """Begin to gather bucket `number`."""
@@ -47,19 +50,29 @@ class ParameterGatherer:
         """Wait for what no module may wait for in time."""
         for module, needs in enumerate(self._needs):
             if module not in self._called:
-                self._wait_for(needs)
+                _wait_for(self._pending, needs)
         self._called.clear()
 
     def wait(self) -> None:
         """Wait for all buckets."""
-        self._wait_for(set(self._pending))
+        _wait_for(self._pending)
 
-    def _before(self, number: int, module: nn.Module, args: Any) -> None:
+    def before(self, number: int, module: nn.Module) -> None:
+        """Wait for what module `number` needs, for it is about to be called."""
         if module.training and torch.is_grad_enabled():
             self._called.add(number)
         if self._pending:
-            self._wait_for(self._needs[number] | self._shared)
+            _wait_for(self._pending, self._needs[number] | self._shared)
 
-    def _wait_for(self, buckets: set[int]) -> None:
-        for number in buckets & self._pending.keys():
-            self._pending.pop(number).wait()
+
+def _before(gatherer: "weakref.ref[ParameterGatherer]", number: int, module: nn.Module, args: Any) -> None:
+    """The hook of a module. It does not keep the gatherer, which keeps the buckets, longer than its optimizer does."""
+    owner = gatherer()
+    if owner is not None:
+        owner.before(number, module)
+
+
+def _wait_for(pending: dict[int, Pending], buckets: Collection[int] | None = None) -> None:
+    """Wait for some buckets of those `pending`, or for all."""
+    for number in pending.keys() & (pending.keys() if buckets is None else set(buckets)):
+        pending.pop(number).wait()

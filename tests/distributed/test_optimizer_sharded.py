@@ -1,7 +1,9 @@
 """Sharding and overlap change no bit, keep the promised bytes, and use the collectives that the closed form says."""
 
 import contextlib
+import gc
 import math
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -362,6 +364,36 @@ def any_order(rank: int, world_size: int) -> None:
 
 def test_buckets_go_in_one_order_whatever_the_order_of_backward(ranks: Ranks) -> None:
     ranks(4, any_order)
+
+
+def dropped(rank: int, world_size: int) -> None:
+    """With the optimizer all that it kept for the hooks of the model goes, and what it gathers comes first."""
+    mpu.initialize_model_parallel(1)
+    results = []
+    for late in (False, True):
+        model = AnyOrder()
+        config = OptimizerConfig(ddp_bucket_size=8, **ALL)
+        optimizer = Optimizer(model, mpu.parameter_shardings(model), config, data_group=mpu.get_data_parallel_group())
+        for _ in range(2):  # after the second step modules have been called to train, which are trusted to wait
+            optimizer.zero_grad()
+            model(torch.ones(3, 6), [0, 1, 2, 3]).backward()
+            optimizer.reduce_gradients(2.0)
+            optimizer.step(0.05)
+        if late:
+            assert optimizer._gatherer._pending
+        else:
+            optimizer.wait_for_parameters()
+        kept = [weakref.ref(part) for part in (optimizer, optimizer._gatherer, *optimizer._buckets)]
+        del optimizer
+        gc.collect()
+        assert not any(part() for part in kept)
+        results.append([p.detach().clone() for p in model.parameters()])
+        model(torch.ones(3, 6), [0, 1, 2, 3]).backward()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_an_optimizer_that_is_dropped_is_freed_while_its_model_lives(ranks: Ranks) -> None:
+    ranks(2, dropped)
 
 
 def placed(rank: int, world_size: int) -> dict[str, tuple[tuple[int, ...], list[tuple[Any, Any]]]]:
