@@ -1,6 +1,9 @@
 """Data: token files, sample indices, datasets, samplers and loaders. NumPy first; ranks and ids are handed in."""
 
 from megatron.data.batch_sizes import BatchSchedule, RampUp
+from megatron.data.bert_build import build_bert_datasets
+from megatron.data.bert_config import BertDataConfig
+from megatron.data.bert_masking import BertIds
 from megatron.data.blend import BlendedDataset
 from megatron.data.config import DataConfig
 from megatron.data.gpt_build import build_gpt_datasets
@@ -14,6 +17,8 @@ from megatron.data.splits import parse_split, split_boundaries
 __all__ = [
     "HOST_KEYS",
     "BatchSchedule",
+    "BertDataConfig",
+    "BertIds",
     "BlendedDataset",
     "DataConfig",
     "GPTDataset",
@@ -23,6 +28,7 @@ __all__ = [
     "IndexedWriter",
     "RampUp",
     "best_dtype",
+    "build_bert_datasets",
     "build_gpt_datasets",
     "build_gpt_indices",
     "build_loader",

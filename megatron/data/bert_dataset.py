@@ -1,6 +1,6 @@
 """Samples for BERT: pairs of segments whose order is to be told, with tokens to be predicted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -8,6 +8,7 @@ from megatron.data.bert_config import BertDataConfig
 from megatron.data.bert_draws import Draws
 from megatron.data.bert_mapping import SHORTEST, BertMapping, build_bert_mapping
 from megatron.data.bert_masking import NOT_MASKED, BertIds, mask_tokens
+from megatron.data.blend import left_out_lines
 from megatron.data.indexed import IndexedDataset
 
 
@@ -41,6 +42,7 @@ class BertDataset:
             is one pass. `len()` may be larger: it counts all samples of the last pass.
         name: what complaints call it.
         make_mapping: gives the map in place of computing it from the other arguments.
+        left_out: sets that `report()` tells beside this one.
 
     Raises ValueError where no document makes a sample, or tokens are no integers; an item, where it holds an id outside
     the vocabulary.
@@ -58,6 +60,7 @@ class BertDataset:
         *,
         name: str = "train",
         make_mapping: Callable[[], BertMapping] | None = None,
+        left_out: Sequence[str] = (),
     ) -> None:
         indexed.check_integers()
         self.indexed = indexed
@@ -65,6 +68,7 @@ class BertDataset:
         self.name = name
         self.asked = num_samples
         self.documents = len(documents) - 1
+        self.left_out = tuple(left_out)
         self._seed = seed
         self._ids = ids
         self._mask_prob = config.mask_prob
@@ -104,7 +108,7 @@ class BertDataset:
                 f"{self.name}: {self.mapping.left_out:,} of these documents are left out, as they have one sentence "
                 "and so no order to predict"
             )
-        return found
+        return found + left_out_lines(self.left_out)
 
     def _check_has_samples(self) -> None:
         if len(self):

@@ -1,21 +1,18 @@
 """From a `DataConfig` to the training, validation and test set of a GPT: split, blended, indices kept in files."""
 
 import dataclasses
-import math
-import os
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from megatron.base.complaints import problems_of, raise_joined
-from megatron.data.blend import Blend, BlendedDataset, TokenStore, TokenStores, samples_of_each
+from megatron.data.blend import BlendedDataset
 from megatron.data.cache import ArrayCache, Stored
 from megatron.data.config import DataConfig
 from megatron.data.gpt_dataset import GPTDataset, check_fills_a_sample
 from megatron.data.gpt_indices import VERSION, GPTIndices, build_gpt_indices
-from megatron.data.indexed import IndexedDataset
-from megatron.data.splits import SPLIT_NAMES, parse_split, split_boundaries
-from megatron.data.token_sets import open_token_sets
+from megatron.data.shares import Asked, Member, ShareMaker, index_cache
 
 GPTData = GPTDataset | BlendedDataset
 
@@ -23,7 +20,7 @@ GPTData = GPTDataset | BlendedDataset
 def build_gpt_datasets(
     config: DataConfig,
     *,
-    num_samples: tuple[int | None, int | None, int | None],
+    num_samples: Asked,
     seed: int,
     eod_id: int | None,
     builds_indices: bool = True,
@@ -45,113 +42,23 @@ def build_gpt_datasets(
     Raises ValueError where a set cannot be read or a set for training is empty, where one that is asked for does not
     fill a sample, and where indices do not appear in time.
     """
-    maker = _Maker(config, seed, eod_id, builds_indices, verify)
-    if config.data_path is not None:
-        (name, blend), *_ = config.blends().items()
-        sets = _Sets.open(blend, name)
-        parts: list[_Sets | None] = [sets.share(config.split, share) for share in range(3)]
-        if num_samples[0] != 0 and parts[0] is None:
-            raise ValueError(
-                f"--split {config.split}: it leaves none of the {len(sets.members[0].indexed)} documents of "
-                f"{sets.members[0].indexed.prefix} for training"
-            )
-    else:
-        blends = config.blends()
-        names = [f"--{name}-data-path" for name in SPLIT_NAMES]
-        parts = [_Sets.open(blends[name], name) if name in blends else None for name in names]
-    train, valid, test = (
-        None if part is None or samples == 0 else maker.make(part, samples, share)
-        for part, samples, share in zip(parts, num_samples, SPLIT_NAMES, strict=True)
-    )
+    cache = functools.partial(index_cache, config, builds=builds_indices, thorough=verify)
+    maker = _Maker(config, seed, eod_id, cache)
+    train, valid, test = ShareMaker(config, len, maker.make, cache).datasets(num_samples)
     return train, valid, test
 
 
 @dataclasses.dataclass(frozen=True)
-class _Member:
-    """Sequences `begin` to `end` of a token set, and the set's part of the samples."""
-
-    indexed: IndexedDataset
-    begin: int
-    end: int
-    weight: float
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sets:
-    """What a dataset is drawn from."""
-
-    members: tuple[_Member, ...]
-    tokens: TokenStore
-    left_out: tuple[str, ...] = ()  # sets without a document in this share
-
-    def shares(self) -> list[float]:
-        """The weights of the members, which add up to 1; where none is left out they stay what they are."""
-        weights = [member.weight for member in self.members]
-        total = math.fsum(weights) if self.left_out else 1.0
-        return [weight / total for weight in weights]
-
-    @classmethod
-    def open(cls, blend: Blend, name: str) -> "_Sets":
-        opened = open_token_sets(blend, name)
-        members = (
-            _Member(indexed, 0, len(indexed), weight) for indexed, weight in zip(opened, blend.shares(), strict=True)
-        )
-        return cls(tuple(members), opened[0] if len(opened) == 1 else TokenStores(opened))
-
-    def share(self, split: str, number: int) -> "_Sets | None":
-        """The share with that number of every set; sets that have no document in it are left out."""
-        weights = parse_split(split)
-        parts, left_out = [], []
-        for member in self.members:
-            begin, end = split_boundaries(weights, len(member.indexed))[number : number + 2]
-            if begin < end:
-                parts.append(dataclasses.replace(member, begin=begin, end=end))
-            else:
-                left_out.append(member.indexed.prefix)
-        return _Sets(tuple(parts), self.tokens, tuple(left_out)) if parts else None
-
-
-@dataclasses.dataclass(frozen=True)
 class _Maker:
-    """Makes datasets from sets."""
+    """Makes the dataset of one set."""
 
     config: DataConfig
     seed: int
     eod_id: int | None
-    builds: bool
-    verify: bool
+    cache: "functools.partial[ArrayCache]"
 
-    def make(self, sets: _Sets, num_samples: int | None, name: str) -> GPTData:
-        """The dataset `name` ("train", ...) of `num_samples` samples of `sets`."""
-        if len(sets.members) == 1:
-            return self._single(sets.members[0], num_samples, name, sets.left_out)
-        if num_samples is None:
-            raise ValueError(f"{name}: a blend of token sets has no single pass; ask for a number of samples")
-        return self._blended(sets, num_samples, name)
-
-    def _blended(self, sets: _Sets, num_samples: int, name: str) -> BlendedDataset:
-        shares = sets.shares()
-        datasets, found = [], []
-        for member, samples in zip(sets.members, samples_of_each(shares, num_samples), strict=True):
-            try:
-                datasets.append(self._single(member, samples, name))
-            except ValueError as error:
-                found += problems_of(error)
-        raise_joined(found)
-        return BlendedDataset(
-            datasets,
-            [member.indexed.prefix for member in sets.members],
-            shares,
-            num_samples,
-            indexed=sets.tokens,
-            cache=self._cache(sets.members[0].indexed.prefix),
-            name=name,
-            left_out=sets.left_out,
-        )
-
-    def _single(
-        self, member: _Member, num_samples: int | None, name: str, left_out: tuple[str, ...] = ()
-    ) -> GPTDataset:
+    def make(self, member: Member, num_samples: int | None, name: str, left_out: Sequence[str]) -> GPTDataset:
+        """The dataset `name` ("train", ...) of `num_samples` samples of `member`."""
         config = self.config
         return GPTDataset(
             member.indexed,
@@ -168,7 +75,7 @@ class _Maker:
             left_out=left_out,
         )
 
-    def _indices(self, member: _Member, num_samples: int | None, name: str) -> GPTIndices:
+    def _indices(self, member: Member, num_samples: int | None, name: str) -> GPTIndices:
         indexed, seq_length = member.indexed, self.config.seq_length
 
         def build() -> Stored:
@@ -189,21 +96,5 @@ class _Maker:
             "seq_length": seq_length,
             "seed": self.seed,
         }
-        stored = self._cache(indexed.prefix).get(f"{Path(indexed.prefix).name}-{name}", determined_by, build)
+        stored = self.cache(indexed.prefix).get(f"{Path(indexed.prefix).name}-{name}", determined_by, build)
         return GPTIndices.from_stored(stored)
-
-    def _cache(self, prefix: str) -> ArrayCache:
-        return index_cache(self.config, prefix, builds=self.builds, thorough=self.verify)
-
-
-def index_cache(config: DataConfig, prefix: str, *, builds: bool = True, thorough: bool = False) -> ArrayCache:
-    """Where indices of the set `prefix` are kept: the folder that the user named, else beside the set, else at home."""
-    named = config.data_cache_path
-    folders = [Path(named)] if named is not None else [Path(prefix).parent / "index_cache", user_cache()]
-    return ArrayCache(folders, builds, config.data_cache_timeout_minutes * 60, named is not None, thorough)
-
-
-def user_cache() -> Path:
-    """This user's folder for what can be made again."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "megatron" / "index_cache"

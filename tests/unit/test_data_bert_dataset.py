@@ -1,5 +1,6 @@
 """BERT's samples: structure, order of pairs, masks within sampling error, the same everywhere, odd documents."""
 
+import dataclasses
 import hashlib
 import math
 import multiprocessing
@@ -16,14 +17,16 @@ from hypothesis import strategies as st
 
 from megatron.base.complaints import ConfigError
 from megatron.data import bert_build
-from megatron.data.bert_build import build_bert_datasets
+from megatron.data.bert_build import BertData, build_bert_datasets
 from megatron.data.bert_config import BertDataConfig
 from megatron.data.bert_dataset import BertDataset, shortened
 from megatron.data.bert_mapping import BertMapping, build_bert_mapping
 from megatron.data.bert_masking import BertIds
-from megatron.data.cache import ArrayCache
+from megatron.data.blend import BlendedDataset
+from megatron.data.config import DataConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.data.indexed_format import HEADER_BYTES
+from megatron.data.shares import Asked
 from tests.harness.token_files import write_token_files
 
 CLS, SEP, MASK, PAD = 2, 3, 4, 0
@@ -293,14 +296,26 @@ def test_tokens_are_taken_from_the_longer_segment(a: int, b: int, target: int) -
     assert min(kept) >= 1
 
 
+def split_sets(
+    prefix: str,
+    split: str,
+    s: int,
+    choices: BertDataConfig,
+    asked: Asked,
+    seed: int = 1,
+    ids: BertIds = IDS,
+    cache: str | None = None,
+) -> tuple[BertData | None, ...]:
+    config = DataConfig(seq_length=s, data_path=(prefix,), split=split, data_cache_path=cache)
+    return build_bert_datasets(config, choices, num_samples=asked, seed=seed, ids=ids)
+
+
 def test_split_over_documents(tmp_path: Path) -> None:
     sizes = a_corpus(50)
     indexed = IndexedDataset(write_token_files(tmp_path / "set", numbered(sizes), INT32))
-    train, valid, test = build_bert_datasets(
-        indexed, "80,20,0", 64, BertDataConfig(), num_samples=(100, None, None), seed=1, ids=IDS
-    )
-    assert train is not None
-    assert valid is not None
+    train, valid, test = split_sets(indexed.prefix, "80,20,0", 64, BertDataConfig(), (100, None, None))
+    assert isinstance(train, BertDataset)
+    assert isinstance(valid, BertDataset)
     assert test is None
     boundary = indexed.document_indices[40]
     assert train.mapping.rows[:, 1].max() <= boundary <= valid.mapping.rows[:, 0].min()
@@ -336,12 +351,9 @@ def test_the_map_is_kept_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         texts: IndexedDataset = indexed,
         **config: float | bool,
     ) -> BertDataset:
-        choices, cache = BertDataConfig(**config), ArrayCache([tmp_path / "cache"])
-        asked_of_each = (asked, 0, 0)
-        train, *_ = build_bert_datasets(
-            texts, split, s, choices, num_samples=asked_of_each, seed=seed, ids=IDS, cache=cache
-        )
-        assert train is not None
+        cache = str(tmp_path / "cache")
+        train, *_ = split_sets(texts.prefix, split, s, BertDataConfig(**config), (asked, 0, 0), seed, cache=cache)
+        assert isinstance(train, BertDataset)
         return train
 
     first, second = train_set(), train_set()
@@ -369,9 +381,8 @@ def test_a_damaged_set_is_told_before_its_map_is_made(tmp_path: Path) -> None:
     index = bytearray(Path(prefix + ".idx").read_bytes())
     index[HEADER_BYTES + 4 * 4 + 8] = 200  # the offset of the second sentence
     Path(prefix + ".idx").write_bytes(index)
-    indexed = IndexedDataset(prefix, verify=False)
     with pytest.raises(ValueError, match=r"set.bin has 72 bytes, its index describes 216"):
-        build_bert_datasets(indexed, "1,0,0", 16, BertDataConfig(), num_samples=(9, 0, 0), seed=1, ids=IDS)
+        split_sets(prefix, "1,0,0", 16, BertDataConfig(), (9, 0, 0))
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:
@@ -411,9 +422,36 @@ def test_numbers_that_are_no_ids_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_empty_train_share_is_told(tmp_path: Path) -> None:
-    indexed = IndexedDataset(write_token_files(tmp_path / "set", [[[5, 6], [7]]], 8))
+    prefix = write_token_files(tmp_path / "set", [[[5, 6], [7]]], 8)
     with pytest.raises(ValueError, match="--split 0,1,0: it leaves none of the 1 documents"):
-        build_bert_datasets(indexed, "0,1,0", 16, BertDataConfig(), num_samples=(1, 1, 1), seed=1, ids=IDS)
+        split_sets(prefix, "0,1,0", 16, BertDataConfig(), (1, 1, 1))
+
+
+def test_a_blend_of_sets_and_sets_for_each_share(tmp_path: Path) -> None:
+    """Items of a blend are those of its members; sets for each share are used whole; a blend tells what has no part."""
+    corpora = {"a": a_corpus(50), "b": a_corpus(40, seed=1), "c": [[3, 4]]}
+    prefixes = {name: write_token_files(tmp_path / name, numbered(sizes), INT32) for name, sizes in corpora.items()}
+    words = ("3", prefixes["a"], "1", prefixes["b"], "1", prefixes["c"])
+    config = DataConfig(seq_length=64, data_path=words, split="80,20,0", data_cache_path=str(tmp_path / "cache"))
+    made = build_bert_datasets(config, BertDataConfig(), num_samples=(200, 20, 0), seed=1, ids=IDS)
+    train, valid, _ = made
+    assert isinstance(train, BlendedDataset) and isinstance(valid, BlendedDataset)
+    alone = [build_alone(prefixes[name], samples, tmp_path) for name, samples in (("a", 121), ("b", 41), ("c", 41))]
+    for i in range(200):
+        expected = alone[train.set_numbers[i]][int(train.sample_numbers[i])]
+        assert all((train[i][name] == expected[name]).all() for name in expected)
+    assert "left out" in valid.report()[-1] and prefixes["c"] in valid.report()[-1]
+    whole = DataConfig(seq_length=64, train_data_path=(prefixes["a"],), valid_data_path=(prefixes["b"],))
+    whole = dataclasses.replace(whole, data_cache_path=str(tmp_path / "cache"))
+    train, valid, test = build_bert_datasets(whole, BertDataConfig(), num_samples=(9, 9, 9), seed=1, ids=IDS)
+    assert isinstance(train, BertDataset) and isinstance(valid, BertDataset) and test is None
+    assert (train.documents, valid.documents) == (50, 40)
+
+
+def build_alone(prefix: str, samples: int, folder: Path) -> BertDataset:
+    train, *_ = split_sets(prefix, "80,20,0", 64, BertDataConfig(), (samples, 0, 0), cache=str(folder / "alone"))
+    assert isinstance(train, BertDataset)
+    return train
 
 
 # --- the set that Megatron-LM 2.5 wrote -------------------------------------------------------------------------------
@@ -437,15 +475,16 @@ def test_batches_of_megatron_2_5_pass_the_same_checks(shared: Path) -> None:
 
 
 @pytest.mark.parametrize("pairs", [True, False])
-def test_samples_of_the_set_of_megatron_2_5(shared: Path, pairs: bool) -> None:
+def test_samples_of_the_set_of_megatron_2_5(shared: Path, tmp_path: Path, pairs: bool) -> None:
     ids = ids_of_2_5(shared)
     assert (ids.cls, ids.sep, ids.mask, ids.pad) == (CLS, SEP, MASK, PAD)
     assert ids.special_ids == SPECIAL
     indexed = IndexedDataset(shared / "data/megatron_2_5/bt_text_sentence")
     config = BertDataConfig(bert_no_binary_head=not pairs)
-    train, valid, _ = build_bert_datasets(indexed, "90,10,0", 64, config, num_samples=(2000, 64, 0), seed=1234, ids=ids)
-    assert train is not None
-    assert valid is not None
+    cache = str(tmp_path)
+    train, valid, _ = split_sets(indexed.prefix, "90,10,0", 64, config, (2000, 64, 0), 1234, ids, cache)
+    assert isinstance(train, BertDataset)
+    assert isinstance(valid, BertDataset)
     assert len(train) >= 2000
     masked = maskable = 0
     for i in range(len(train)):
