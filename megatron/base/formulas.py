@@ -42,6 +42,36 @@ def gpt_parameters(
     return l * layer_parameters(h, f, projection) + (vocabularies * V + positions) * h + (2 * h if final_norm else 0)
 
 
+def bert_parameters(
+    l: int,
+    h: int,
+    V: int,
+    positions: int,
+    f: int | None = None,
+    projection: int | None = None,
+    *,
+    post_norm: bool = False,
+    binary_head: bool = True,
+    untied: bool = False,
+) -> int:
+    """Parameters of a BERT with the heads of pretraining, exactly.
+
+    Beside those of a GPT of these sizes, whose final norm a post-norm model has after its embeddings: the masked-LM
+    head `h^2 + 3h + V`, and with a binary head its pooler `h^2 + h`, its two classes `2h + 2` and two token types `2h`.
+    """
+    common = gpt_parameters(l, h, V, positions, f, projection, untied=untied)
+    pairs = (h * h + h) + (2 * h + 2) + 2 * h if binary_head else 0
+    return common + (h * h + h) + 2 * h + V + pairs
+
+
+def bert_head_flops(s: int, h: int, *, binary_head: bool = True) -> int:
+    """Floating-point operations of one sample's forward pass through a BERT's heads, but for the logits of its tokens.
+
+    The dense layer of the masked-LM head for every token and, with a binary head, the pooler and two classes.
+    """
+    return 2 * s * h * h + (2 * h * h + 4 * h if binary_head else 0)
+
+
 def layer_forward_flops(s: int, h: int, f: int | None = None, projection: int | None = None) -> int:
     """Floating-point operations of one layer's forward pass over one sequence; a multiply-add counts two.
 

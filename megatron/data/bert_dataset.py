@@ -1,5 +1,6 @@
 """Samples for BERT: pairs of segments whose order is to be told, with tokens to be predicted."""
 
+import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ from megatron.data.bert_draws import Draws
 from megatron.data.bert_mapping import SHORTEST, BertMapping, build_bert_mapping
 from megatron.data.bert_masking import NOT_MASKED, BertIds, mask_tokens
 from megatron.data.blend import left_out_lines
+from megatron.data.identity import SetPart
 from megatron.data.indexed import IndexedDataset
 
 
@@ -68,6 +70,7 @@ class BertDataset:
         self.name = name
         self.asked = num_samples
         self.documents = len(documents) - 1
+        self._span = (int(documents[0]), int(documents[-1]))
         self.left_out = tuple(left_out)
         self._seed = seed
         self._ids = ids
@@ -95,6 +98,15 @@ class BertDataset:
     def epochs(self, samples: int) -> float:
         """How often `samples` samples go through the documents."""
         return samples * self.mapping.epochs / len(self)
+
+    def identity(self) -> list[SetPart]:
+        """Which sentences it draws from: the only part of the set.
+
+        Each pass is shuffled by itself, in the same order however many there are.
+        """
+        store, (begin, end) = self.indexed, self._span
+        content = (os.path.basename(store.prefix), len(store), store.tokens, store.sizes_checksum)
+        return [SetPart(*content, begin, end, share=1.0, epochs=1, last_apart=False)]
 
     def report(self) -> list[str]:
         """What was made of the documents: a line, and one more where some are left out."""

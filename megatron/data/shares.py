@@ -49,8 +49,7 @@ class _Sets:
     def open(cls, blend: Blend, name: str, count: Count) -> "_Sets":
         opened = open_token_sets(blend, name)
         members = (
-            Member(indexed, 0, count(indexed), weight)
-            for indexed, weight in zip(opened, blend.shares(), strict=True)
+            Member(indexed, 0, count(indexed), weight) for indexed, weight in zip(opened, blend.shares(), strict=True)
         )
         return cls(tuple(members), opened[0] if len(opened) == 1 else TokenStores(opened))
 

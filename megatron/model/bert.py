@@ -138,7 +138,8 @@ class BertModel(BertEncoder):
     Collectives as `GPTModel`, with sequence parallelism forward one small all-gather more (`Pooler`).
 
     Args: as `BertEncoder`, and
-        binary_head: whether there is a head for the order of segments; without it there is no pooler.
+        binary_head: whether there is a head for the order of segments; without it there is no pooler, and as samples
+            are no pairs then, no embedding of token types.
     """
 
     kind = "bert"
@@ -149,10 +150,10 @@ class BertModel(BertEncoder):
         vocab_size: int,
         *,
         binary_head: bool = True,
-        token_types: int = TOKEN_TYPES,
         **layout: Unpack[Layout],
     ) -> None:
         tied = not config.untie_embeddings_and_output_weights
+        token_types = TOKEN_TYPES if binary_head else 0
         super().__init__(config, vocab_size, pooler=binary_head, token_types=token_types, tied=tied, **layout)
         self.lm_head = BertLMHead(config, self.vocabulary_rows, **self.placement) if self.has_head else None
         self.binary_head: ClassificationHead | None = None
@@ -183,6 +184,10 @@ class BertModel(BertEncoder):
         assert self.lm_head is not None
         lm = self.lm_head(encoded.hidden, labels, self.tied_weight)
         return BertOutput(lm, None if self.binary_head is None else self.binary_head(encoded.pooled))
+
+    def signature(self) -> dict[str, Any]:
+        """What must be equal for weights to mean the same: kept in a checkpoint and compared when it is loaded."""
+        return StagedModel.signature(self) | {"bert_no_binary_head": not self.has_pooler}
 
 
 def visible_keys(padding_mask: Tensor | None) -> Tensor | None:

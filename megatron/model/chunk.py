@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.base.stages import StagePart
 
@@ -35,6 +35,6 @@ class Chunk:
         """Whether it ends with losses or logits."""
         return self.part.head
 
-    def __call__(self, *args: Any, **named: Any) -> Tensor:
+    def __call__(self, *args: Any, **named: Any) -> Any:
         """The model's `forward` of this stage, the model's hooks included."""
         return self.model(*args, **named, chunk=self.number)

@@ -2,7 +2,9 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
+from megatron.base.config import flag_name
 from megatron.data.identity import SetPart
 from megatron.data.splits import SPLIT_NAMES
 from megatron.training.data_facts import DataFacts
@@ -104,13 +106,16 @@ def _listed(parts: Sequence[SetPart]) -> str:
 
 def _cut(before: DataFacts, now: DataFacts, another: str) -> list[str]:
     """Changes of how samples are cut and shuffled."""
-    how = {
+    how: dict[str, tuple[Any, Any]] = {
         f"--seq-length is {now.seq_length} and was {before.seq_length}, so samples are cut anew": (
             before.seq_length,
             now.seq_length,
         ),
         f"--seed is {now.seed} and was {before.seed}, so samples are shuffled anew": (before.seed, now.seed),
     }
+    for name in before.making.keys() & now.making.keys():
+        words = f"{flag_name(name)} is {now.making[name]} and was {before.making[name]}, so samples are made anew"
+        how[words] = (before.making[name], now.making[name])
     return [f"{words}: {another}" for words, pair in how.items() if None not in pair and pair[0] != pair[1]]
 
 

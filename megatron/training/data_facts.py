@@ -25,6 +25,7 @@ class DataFacts:
         train_samples: for how many the training set was asked.
         split: weights of the three shares of `--data-path`.
         names: by flag, weight and last part of the name of each token set.
+        making: by field what else says how samples are made, of a BERT.
         sets: by split, what its dataset draws from, where it says so.
     """
 
@@ -35,6 +36,7 @@ class DataFacts:
     train_samples: int | None = None
     split: list[float] | None = None
     names: Mapping[str, list[list[Any]]] | None = None
+    making: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sets: Mapping[str, list[SetPart]] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -53,6 +55,7 @@ class DataFacts:
             train_samples,
             list(parse_split(config.data.split)),
             _names(dataclasses.asdict(config.data)),
+            dataclasses.asdict(config).get("bert", {}),
             sets,
         )
 

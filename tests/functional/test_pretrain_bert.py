@@ -1,0 +1,126 @@
+"""pretrain_bert.py: layouts and micro-batches change no loss, a resumed run is the whole one, mistakes are told."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import pretrain_bert
+from megatron.model import BertOutput
+from tests.harness.bert_runs import flags, run_pretrain_bert, write_sentences
+from tests.harness.closeness import assert_close
+from tests.harness.ranks import Ranks
+from tests.harness.runs import Outcome, assemble, reporting, run_pretrain
+from tests.harness.runs import flags as gpt_flags
+
+SP, FULL = "--sequence-parallel", ["--recompute-granularity", "full"]
+TENSOR, PIPELINE = ["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]
+SHARDED = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+INTERLEAVED = [*PIPELINE, "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1"]
+
+
+@pytest.fixture(scope="module")
+def data_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_sentences(tmp_path_factory.mktemp("data"))
+
+
+def same_runs(actual: list[Outcome], expected: list[Outcome], tolerance: float) -> None:
+    mine, theirs = reporting(actual), reporting(expected)
+    assert len(mine.steps) == len(theirs.steps) > 0
+    for name in ("loss", "grad-norm"):
+        assert_close(mine.series(name), theirs.series(name), tolerance)
+    assert_close([e["loss"] for e in mine.evaluations], [e["loss"] for e in theirs.evaluations], tolerance)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "choices"),
+    [
+        (4, [*TENSOR, *PIPELINE, SP, *FULL], []),
+        (4, [*INTERLEAVED, *SHARDED], ["--num-layers", "4", "--norm-position", "post"]),
+        (2, [*TENSOR, "--cross-entropy-chunk-size", "20"], ["--apply-residual-connection-post-layernorm"]),
+        (2, PIPELINE, ["--bert-no-binary-head", "--untie-embeddings-and-output-weights"]),
+        (2, [*TENSOR, SP, "--attention-backend", "unfused"], ["--loss-normalization", "microbatch"]),
+    ],
+)
+def test_layouts_change_nothing(
+    ranks: Ranks, data_path: str, world: int, layout: list[str], choices: list[str]
+) -> None:
+    """Losses, gradient norms, evaluations and final weights in float64 are those of one rank."""
+    words = [*flags(data_path, params_dtype="float64", train_iters=6, eval_interval=3), *choices]
+    serial = ranks(1, run_pretrain_bert, words)
+    outcomes = ranks(world, run_pretrain_bert, [*words, *layout])
+    same_runs(outcomes, serial, 1e-9)
+    assert_close(assemble(outcomes), assemble(serial), 1e-9, floor=1e-3)
+
+
+def test_it_learns_and_micro_batches_change_nothing(ranks: Ranks, data_path: str) -> None:
+    chosen: dict[str, Any] = {"params_dtype": "float64", "lr": 1e-2, "train_iters": 30}
+    one, four = (ranks(1, run_pretrain_bert, flags(data_path, micro_batch_size=b, **chosen)) for b in (1, 4))
+    same_runs(four, one, 1e-9)
+    assert np.mean(one[0].series("loss")[-5:]) < 0.98 * np.mean(one[0].series("loss")[:5])
+
+
+@pytest.mark.parametrize(("world", "layout"), [(1, []), (4, [*TENSOR, *PIPELINE, SP])])
+def test_resumed_equals_uninterrupted(
+    ranks: Ranks, data_path: str, tmp_path: Path, world: int, layout: list[str]
+) -> None:
+    words = [*flags(data_path, train_iters=6, eval_iters=0, attention_dropout=0.1, hidden_dropout=0.1), *layout]
+    saving = [*words, "--save", str(tmp_path)]
+    whole = ranks(world, run_pretrain_bert, words)
+    ranks(world, run_pretrain_bert, [*saving, "--exit-interval", "3"])
+    resumed = ranks(world, run_pretrain_bert, [*saving, "--load", str(tmp_path)])
+    assert reporting(resumed).series("loss") == reporting(whole).series("loss")[3:]
+    for mine, theirs in zip(resumed, whole, strict=True):
+        assert mine.local.keys() == theirs.local.keys()
+        for name, values in theirs.local.items():
+            np.testing.assert_array_equal(mine.local[name], values, err_msg=name)
+
+
+def test_losses_of_a_micro_batch() -> None:
+    """Against means written out sample by sample."""
+    generator = torch.Generator().manual_seed(0)
+    lm, binary = torch.rand(3, 5, generator=generator).double(), torch.randn(3, 2, generator=generator).double()
+    mask = torch.tensor([[1.0, 0, 1, 0, 0], [1, 1, 1, 1, 0], [0, 0, 0, 0, 1]])
+    batch = {"loss_mask": mask, "is_random": torch.tensor([0, 1, 1])}
+    orders = [F.cross_entropy(binary[i : i + 1], batch["is_random"][i : i + 1]).item() for i in range(3)]
+    masked = [float(lm[i][mask[i] == 1].sum()) for i in range(3)]
+    weighted = sum(masked) + 2 * orders[0] + 4 * orders[1] + 1 * orders[2]
+    total, count = pretrain_bert.losses(BertOutput(lm, binary), batch, "tokens")
+    assert (total.item(), count.item()) == (pytest.approx(weighted), 7)
+    total, count = pretrain_bert.losses(BertOutput(lm, binary), batch, "microbatch")
+    assert total.item() / count.item() == pytest.approx(sum(masked) / 7 + sum(orders) / 3)
+    total, count = pretrain_bert.losses(BertOutput(lm, None), batch, "tokens")
+    assert (total.item(), count.item()) == (pytest.approx(sum(masked)), 7)
+
+
+def complaints(capsys: pytest.CaptureFixture[str], words: list[str]) -> list[str]:
+    """The sentences of a run that must end with exit code 2 and without a traceback."""
+    with pytest.raises(SystemExit) as caught:
+        pretrain_bert.main(words)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return [line.removeprefix("error: ") for line in error.splitlines() if line.startswith("error: ")]
+
+
+def test_mistakes_are_told(ranks: Ranks, capsys: pytest.CaptureFixture[str], data_path: str, tmp_path: Path) -> None:
+    for changes, sentence in (
+        ({"mask_prob": 0}, "--mask-prob 0.0: it must be above 0"),
+        ({"reset_attention_mask": True}, "--reset-attention-mask is not known"),
+        ({"seq_length": 4}, "--seq-length 4: a sample for BERT takes at least 5"),
+        ({"tokenizer_type": "NullTokenizer", "vocab_size": 90}, "NullTokenizer --vocab-size 90: no classification to"),
+        ({"norm_position": "post", "apply_residual_connection_post_layernorm": True}, "it needs --norm-position pre"),
+    ):
+        (told,) = complaints(capsys, flags(data_path, **changes))
+        assert sentence in told
+    gpt = gpt_flags(data_path, train_iters=2, eval_iters=0, vocab_size=90, save=tmp_path / "gpt")
+    ranks(1, run_pretrain, gpt)
+    bert = flags(data_path, train_iters=2, eval_iters=0, save=tmp_path / "bert")
+    ranks(1, run_pretrain_bert, bert)
+    (told,) = complaints(capsys, flags(data_path, load=tmp_path / "gpt"))
+    assert told == f"--load {tmp_path / 'gpt'}: its checkpoint is of gpt, this run trains bert"
+    told_of = complaints(capsys, flags(data_path, load=tmp_path / "bert", bert_no_binary_head=True))
+    assert told_of == [f"--bert-no-binary-head True: the model of the checkpoint in {tmp_path / 'bert'} has False"]
