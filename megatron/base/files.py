@@ -32,6 +32,14 @@ def temporary_name(path: str | os.PathLike[str]) -> Path:
     return target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
 
 
+def folder_problem(path: str | os.PathLike[str]) -> str | None:
+    """Why nothing can be written into the folder `path`, or why it cannot be made; None as far as can be seen."""
+    there = next(place for place in (Path(path).absolute(), *Path(path).absolute().parents) if os.path.lexists(place))
+    if not there.is_dir():
+        return f"{there} is no folder"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"this process may not write in {there}"
+
+
 @contextlib.contextmanager
 def new_folder(path: str | os.PathLike[str]) -> Iterator[None]:
     """Make the folder `path` where it is missing; after an error in the block, take away those made that are empty."""

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from megatron.base.config import Config, flag, minimum_problems
+from megatron.base.files import folder_problem
 from megatron.checkpointing.choice import iterations_to_try, other_choice
 from megatron.checkpointing.errors import DamageError
 from megatron.checkpointing.folders import TRACKER, complete_iterations, saved_iterations, whole_folder
@@ -62,12 +63,14 @@ class CheckpointConfig(Config):
         return self.load_optim and not self.finetune
 
     def input_problems(self) -> list[str]:
-        """What is wrong with the checkpoint to load, as far as finding it tells."""
+        """What is wrong with the folder to save to and with the checkpoint to load, as far as finding it tells."""
+        problem = None if self.save is None else folder_problem(self.save)
+        found = [] if problem is None else [f"--save {self.save}: it cannot be written, for {problem}"]
         try:
             iterations_to_load(self)
         except ValueError as error:
-            return [str(error)]
-        return []
+            found.append(str(error))
+        return found
 
 
 def iterations_to_load(config: CheckpointConfig) -> list[int]:

@@ -1,5 +1,6 @@
 """Flags of checkpoints, and which checkpoint a run starts from."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,21 @@ def test_complaints(values: dict[str, object], words: str) -> None:
 def test_folders_may_be_absent(tmp_path: Path) -> None:
     config = CheckpointConfig(save=str(tmp_path / "new"), load=str(tmp_path / "new"), save_interval=5)
     assert not (tmp_path / "new").exists() and config.save_interval == 5
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for save, sentence in (
+        (tmp_path / "file" / "x", f"{tmp_path}/file is no folder"),
+        (tmp_path / "new" / "x", f"this process may not write in {tmp_path}"),
+        (tmp_path, f"this process may not write in {tmp_path}"),
+    ):
+        config = CheckpointConfig(save=str(save))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "access", lambda *_: False)
+            assert config.input_problems() == [f"--save {save}: it cannot be written, for {sentence}"]
+        assert config.input_problems() == [] or "is no folder" in sentence
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_nothing_to_load() -> None:
