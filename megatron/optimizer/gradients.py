@@ -159,7 +159,8 @@ def _take_by(reducer: "weakref.ref[GradientReducer]", number: int | None, name: 
 def _too_late(name: str) -> RuntimeError:
     return RuntimeError(
         f"{name} has a backward pass after the one that last_micro_batch() announced, when its sum over the data ranks "
-        "has begun: call it before the last pass of an iteration only"
+        "has begun: call it before the last pass of an iteration only, and checkpoint activations with "
+        "use_reentrant=False, for with True each checkpoint has a backward pass of its own"
     )
 
 

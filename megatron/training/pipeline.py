@@ -203,6 +203,11 @@ def make_pipeline(
         )
     if chunks is not None and len(chunks) != virtual_size:
         raise ValueError(f"the model has {len(chunks)} stages on this rank, and the flags ask for {virtual_size}")
+    if chunks is not None and len(chunks) > 1 and not hasattr(model, "parameter_chunks"):
+        raise ValueError(
+            f"the model has {len(chunks)} stages on this rank and no parameter_chunks(), a dict of the number of the "
+            "stage by the name of each parameter"
+        )
     groups = (mpu.get_data_parallel_group(), mpu.get_pipeline_model_parallel_group(), dist.group.WORLD)
     ranks = LossRanks(*map(mpu.resolve_group, groups))
     if size == 1:

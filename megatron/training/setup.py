@@ -76,6 +76,18 @@ def choose_backend(backend: str | None) -> str:
     return backend or ("nccl" if torch.cuda.is_available() else "gloo")
 
 
+def _backend_there(asked: str | None) -> str:
+    """The backend of the process group that exists; one that has both, or has not chosen yet, is used as `asked`.
+
+    Raises ValueError where it is another than `asked`.
+    """
+    there = dist.get_backend()
+    kinds = [kind for kind in ("nccl", "gloo") if kind in there] or ["nccl", "gloo"]
+    if asked is not None and asked not in kinds:
+        raise ValueError(f"--distributed-backend {asked}: the process group that exists already is of {there}")
+    return kinds[0] if len(kinds) == 1 else choose_backend(asked)
+
+
 def bind_device(backend: str) -> torch.device:
     """The device of this process: the CPU with gloo, else the GPU numbered LOCAL_RANK, made current.
 
@@ -124,10 +136,10 @@ def distributed_world(
     What the caller has started already (`torch.distributed`, model parallelism of the same size) is adopted and left
     as it is, exceptions too; what is started here is ended here.
     """
-    backend = choose_backend(config.distributed_backend)
+    asked, adopted = config.distributed_backend, dist.is_initialized()
+    backend = _backend_there(asked) if adopted else choose_backend(asked)
     device = bind_device(backend)
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
-    adopted = dist.is_initialized()
     store = None if adopted else _meet(backend, timeout, device)
     failed = True
     try:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron import mpu
 from megatron.optimizer import Optimizer, OptimizerConfig, main_gradient
@@ -139,6 +140,23 @@ def test_a_second_backward_after_the_last_one_is_refused(again: str) -> None:
     loss_of(model, torch.arange(6).view(1, 6)).backward()
     with pytest.raises(RuntimeError, match=rf"{again}\.bias .*last_micro_batch"):
         model.get_submodule(again).bias.sum().backward()
+
+
+def test_reentrant_checkpoints_are_refused_with_a_reason() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = make_optimizer(model, overlap_grad_reduce=True, ddp_bucket_size=1)
+    for reentrant in (False, True):
+        optimizer.zero_grad()
+        optimizer.last_micro_batch()
+        x = torch.ones(1, 2, requires_grad=True)
+        for layer in model:
+            x = checkpoint(layer, x, use_reentrant=reentrant)
+        if not reentrant:
+            x.sum().backward()
+            optimizer.reduce_gradients(1.0)
+            continue
+        with pytest.raises(RuntimeError, match=r"0\.bias has .* checkpoint activations with use_reentrant=False"):
+            x.sum().backward()
 
 
 def test_a_pass_that_is_announced_after_the_last_one_is_refused() -> None:
