@@ -234,6 +234,16 @@ def test_the_residual_of_the_norm(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not (tmp_path / "there").exists()
 
 
+def test_formats_are_named_as_they_were_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert_checkpoint.main(["--from", "mega", "--load", "a", "--save", "b"]) == 2
+    assert capsys.readouterr().err.strip() == "error: --to is not given, and there is no default for it"
+    assert convert_checkpoint.main(["--from", "mega", "--to", "onnx", "--load", "a", "--save", "b"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: --from mega: accepted are hf, megatron, native",
+        "error: --to onnx: accepted are native, hf",
+    ]
+
+
 def test_a_flipped_byte_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_classic(tmp_path / "theirs", CONFIG, random(1), Layout(), ARGS)
     path = tmp_path / "theirs/iter_0000007/mp_rank_00/model_optim_rng.pt"

@@ -4,7 +4,8 @@ import pytest
 
 from megatron.training.arguments import parse_composed
 from megatron.training.config import RunConfig
-from megatron.training.run import first_evaluated, sample_counts
+from megatron.training.run import check_progress, first_evaluated, sample_counts
+from megatron.training.state import RunState
 from tests.harness.runs import flags
 
 
@@ -36,3 +37,12 @@ def test_the_same_samples_are_the_first_ones() -> None:
     config = config_of(eval_interval=5, eval_iters=3)
     assert {first_evaluated(config, 1, n, at_end=end) for n in range(12) for end in (False, True)} == {0}
     assert sample_counts(config, 1)[1:] == (24, 24)
+
+
+def test_a_run_that_was_begun_with_smaller_batches_has_too_few_samples_to_move_on() -> None:
+    """20 iterations of 2 samples are behind it, so that it ends with iteration 25; from the start they would be 10."""
+    chosen = {"train_iters": None, "train_samples": 80, "lr_warmup_iters": None, "eval_interval": 5}
+    state = RunState(iteration=20, consumed_samples=40)
+    check_progress(config_of(**chosen), state, 1)
+    with pytest.raises(ValueError, match="--eval-samples moving: the run ends with iteration 25"):
+        check_progress(config_of(eval_samples="moving", **chosen), state, 1)
