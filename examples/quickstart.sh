@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a trained GPT on two tensor-parallel ranks of this machine's CPU, in a few minutes.
+# From nothing to a trained GPT on two tensor-parallel ranks of this machine's CPU.
 #
 #   bash examples/quickstart.sh [FOLDER]     everything is made below FOLDER (quickstart/ in the repository by default)
 #

@@ -43,6 +43,12 @@ def test_scripts_and_files_named_exist(readme: str, repository: Path) -> None:
         assert (repository / name).exists(), name
 
 
+def test_the_tree_names_every_tool(readme: str, repository: Path) -> None:
+    (tree,) = re.findall(r"^tools/\n((?:  .*\n)+)", readme, re.MULTILINE)
+    named = [line.split()[0] for line in tree.splitlines()]
+    assert sorted(named) == sorted(path.name for path in (repository / "tools").iterdir() if path.is_file())
+
+
 def test_code_is_the_example_file(readme: str, repository: Path) -> None:
     code = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     assert code == [(repository / "examples" / "mpu_mlp.py").read_text(encoding="utf-8")]

@@ -265,6 +265,7 @@ def test_loading_plain_data_passes() -> None:
 
 
 def test_what_is_left_over_is_found() -> None:
-    assert len(rules.left_over_problems("README.md", "cd /" + "work/main")) == 1
+    for folder in rules.MACHINE_FOLDERS:
+        assert len(rules.left_over_problems("README.md", f"cd /{folder}/x")) == 1
+        assert rules.left_over_problems("x.py", f"path/{folder}/x and ./{folder}/x and $HOME/{folder}/x") == []
     assert len(rules.left_over_problems("x.py", "x = 1  # TO" + "DO: later")) == 1
-    assert rules.left_over_problems("x.py", "path/work/x and ./root/x and $HOME/home/x") == []
