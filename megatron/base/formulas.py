@@ -50,7 +50,6 @@ def bert_parameters(
     f: int | None = None,
     projection: int | None = None,
     *,
-    post_norm: bool = False,
     binary_head: bool = True,
     untied: bool = False,
 ) -> int:

@@ -49,15 +49,18 @@ def check_plain(dtype: torch.dtype, vocab: int) -> None:
     assert not mine.grad[..., max(0, vocab - first) :].any(), "padding has a gradient"
 
 
-def check_fused(dtype: torch.dtype, vocab: int, chunk_size: int | None) -> None:
+def check_fused(dtype: torch.dtype, vocab: int, chunk_size: int | None, biased: bool) -> None:
     hidden, weight = torch.randn(12, 6, dtype=dtype), torch.randn(PADDED, 6, dtype=dtype)
     target, use = torch.randint(vocab, (12,)), torch.rand(12, dtype=dtype)
     h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    expected = F.cross_entropy(F.linear(h, w)[:, :vocab], target, reduction="none")
+    b = torch.randn(PADDED, dtype=dtype).requires_grad_() if biased else None
+    expected = F.cross_entropy(F.linear(h, w, b)[:, :vocab], target, reduction="none")
     (expected * use).sum().backward()
     x, mine = hidden.clone().requires_grad_(), part(weight, 0).clone().requires_grad_()
+    bias = None if b is None else part(b.detach(), 0).clone().requires_grad_()
+    sizes = {"chunk_size": chunk_size, "vocab_size": vocab}
     with CollectiveCounter() as forward:
-        loss = mpu.vocab_parallel_linear_cross_entropy(x, mine, target, chunk_size=chunk_size, vocab_size=vocab)
+        loss = mpu.vocab_parallel_linear_cross_entropy(x, mine, target, bias=bias, **sizes)
     with CollectiveCounter() as backward:
         (loss * use).sum().backward()
     assert forward.counts == reduces(2)
@@ -67,6 +70,8 @@ def check_fused(dtype: torch.dtype, vocab: int, chunk_size: int | None) -> None:
     assert w.grad is not None
     tol, floor = TOLERANCES[dtype], max(h.grad.abs().max().item(), w.grad.abs().max().item())
     assert_close([x.grad, mine.grad], [h.grad, part(w.grad, 0)], tol, floor)
+    if bias is not None:
+        assert_close(bias.grad, part(b.grad, 0), tol, floor)
 
 
 def run_all(rank: int, world_size: int) -> None:
@@ -75,8 +80,8 @@ def run_all(rank: int, world_size: int) -> None:
         torch.manual_seed(31)
         for dtype, vocab in itertools.product(TOLERANCES, VOCABULARIES):
             check_plain(dtype, vocab)
-            for chunk_size in (None, 1, 5, 12):
-                check_fused(dtype, vocab, chunk_size)
+            for chunk_size, biased in itertools.product((None, 1, 5, 12), (False, True)):
+                check_fused(dtype, vocab, chunk_size, biased)
         mpu.destroy_model_parallel()
 
 

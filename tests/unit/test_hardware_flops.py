@@ -5,8 +5,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron import mpu
-from megatron.base.formulas import hardware_flops, padded_vocab_size
-from megatron.model import RecomputeConfig, TransformerConfig, build_gpt
+from megatron.base.formulas import (
+    bert_head_flops,
+    bert_parameters,
+    hardware_flops,
+    model_flops,
+    padded_vocab_size,
+)
+from megatron.model import BertModel, RecomputeConfig, TransformerConfig, build_bert, build_gpt
 from megatron.training.arguments import parse_composed
 from megatron.training.config import RunConfig
 from megatron.training.flops import flops_per_sample
@@ -63,6 +69,30 @@ def test_the_formula_is_what_is_executed(recompute: RecomputeConfig, layers: int
         recomputed_logits=chunk_size is not None,
     )
     assert counted(recompute, chunk_size) == expected
+
+
+@pytest.mark.parametrize("binary_head", [True, False])
+def test_the_heads_of_a_bert(binary_head: bool) -> None:
+    sizes = {"num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "max_position_embeddings": S}
+    config = TransformerConfig(**sizes, attention_backend="unfused", make_vocab_size_divisible_by=VOCAB)
+    mpu.model_parallel_manual_seed(1)
+    model = build_bert(config, VOCAB, 1, dtype=torch.float32, device="cpu", binary_head=binary_head)
+    tokens = torch.zeros(B, S, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        lm, binary = model(tokens, labels=tokens)
+        (lm.sum() + (binary.sum() if binary_head else 0)).backward()
+    heads = 3 * B * bert_head_flops(S, HIDDEN, binary_head=binary_head)
+    assert counter.get_total_flops() == model_flops(B, S, LAYERS, HIDDEN, VOCAB) + heads
+
+
+@pytest.mark.parametrize("post_norm", [True, False])
+@pytest.mark.parametrize("binary_head", [True, False])
+def test_parameters_of_a_bert(post_norm: bool, binary_head: bool) -> None:
+    sizes = {"num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "max_position_embeddings": S}
+    config = TransformerConfig(**sizes, norm_position="post" if post_norm else "pre", ffn_hidden_size=INNER)
+    model = BertModel(config, VOCAB, binary_head=binary_head, device="meta")
+    counted = sum(torch.Size(s.global_shape).numel() for s in mpu.parameter_shardings(model).values())
+    assert counted == bert_parameters(LAYERS, HIDDEN, VOCAB, S, INNER, binary_head=binary_head)
 
 
 @pytest.mark.parametrize(("chunk_size", "again"), [(None, False), (31, True), (32, False)])
