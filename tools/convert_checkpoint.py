@@ -89,6 +89,8 @@ class Request(ComposedConfig):
 
 def convert(asked: ConvertConfig) -> None:
     """Do it, and say what was done. Raises ValueError or OSError for what is wrong with the source or the target."""
+    if not Path(asked.load).is_dir():
+        raise ValueError(f"--load {asked.load}: there is no such folder")
     tokenizer = _tokenizer(asked)
     size = None if tokenizer is None else build_tokenizer(tokenizer).vocab_size
     transfer = _read(
@@ -119,8 +121,6 @@ def convert(asked: ConvertConfig) -> None:
 
 def _read(asked: ConvertConfig, told: Told) -> Transfer:
     directory = Path(asked.load)
-    if not directory.is_dir():
-        raise ValueError(f"--load {asked.load}: there is no such folder")
     if asked.from_ == "megatron":
         return from_classic(directory, told, section_types(RunConfig))
     if asked.from_ == "hf":

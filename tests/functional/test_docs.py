@@ -13,7 +13,14 @@ from megatron.pipeline import bubble, peak_in_flight, show
 from tests.harness.launch import REPOSITORY, run_command
 
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-TOOLS = ("preprocess_data", "train_tokenizer", "build_index", "check_layout", "convert_checkpoint")
+TOOLS = (
+    "preprocess_data",
+    "train_tokenizer",
+    "build_index",
+    "check_layout",
+    "convert_checkpoint",
+    "inspect_checkpoint",
+)
 PROGRAMS = ["pretrain_gpt.py", "megatron/pipeline/show.py", *(f"tools/{name}.py" for name in TOOLS)]
 OTHERS = {"--nproc-per-node", "--prompt", "--world-size"}  # of torchrun, and of tools that are not asked
 
@@ -106,3 +113,15 @@ def test_the_checked_layout_is_equal() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "asked for: tensor 4 x pipeline 4 (of 2 virtual stages each) x data 4 = 64 ranks, 16 micro" in done.stdout
     assert "\nEQUAL: in float64" in done.stdout
+
+
+def test_commands_on_checkpoints_are_ones_that_the_tools_take() -> None:
+    """All that is wrong with them here is that what they read is not there."""
+    text = (REPOSITORY / "docs/checkpoints.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    lines = [shlex.split(line) for line in "\n".join(blocks).replace("\\\n", " ").splitlines() if line]
+    assert [words[1] for words in lines] == ["tools/inspect_checkpoint.py", *["tools/convert_checkpoint.py"] * 3]
+    for words in lines:
+        read = f"--load {words[words.index('--load') + 1]}" if "--load" in words else words[2]
+        done = run_command(words)
+        assert (done.returncode, done.stderr) == (2, f"error: {read}: there is no such folder\n")
