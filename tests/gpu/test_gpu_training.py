@@ -1,7 +1,7 @@
 """Training on a GPU with NCCL: 16 bits against float32, fast forms against plain ones, memory of recomputation.
 
 One rank shows that the code runs on NCCL, not that GPUs exchange the right numbers: only the last test does, and it
-needs two of them.
+needs two of them: tensor ranks with sequence parallelism, and stages of an interleaved pipeline.
 """
 
 import json
@@ -100,14 +100,23 @@ def test_memory_of_recomputation(gpu: torch.device, sizes: TransformerConfig) ->
     training_checks.check_recompute_memory(gpu, sizes, 4)
 
 
-def test_two_gpus_train_as_one(data_path: str, tmp_path: Path) -> None:
+TWO_RANKS = {
+    "tensor": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pipeline": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
+}
+
+
+def losses_on(ranks: int, data_path: str, metrics: Path, **layout: object) -> list[float]:
+    """Of a run on that many GPUs, started as a user does."""
+    words = flags(data_path, **RUN | layout, distributed_backend="nccl", metrics_file=metrics)
+    done = torchrun(ranks, ["pretrain_gpt.py", *words])
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("layout", TWO_RANKS)
+def test_two_gpus_train_as_one(data_path: str, tmp_path: Path, layout: str) -> None:
     if torch.cuda.device_count() < 2:
-        pytest.skip("there is one GPU here: nothing shows that several exchange the right numbers over NCCL")
-    curves = []
-    for ranks, layout in ((1, {}), (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True})):
-        metrics = tmp_path / f"{ranks}.jsonl"
-        words = flags(data_path, **RUN | layout, distributed_backend="nccl", metrics_file=metrics)
-        done = torchrun(ranks, ["pretrain_gpt.py", *words])
-        assert done.returncode == 0, done.stderr
-        curves.append([json.loads(line)["loss"] for line in metrics.read_text().splitlines()])
-    assert_close(curves[1], curves[0], 1e-4)
+        pytest.skip(f"there is one GPU here: nothing shows that two of a {layout} group exchange the right numbers")
+    expected = losses_on(1, data_path, tmp_path / "1.jsonl")
+    assert_close(losses_on(2, data_path, tmp_path / "2.jsonl", **TWO_RANKS[layout]), expected, 1e-4)
