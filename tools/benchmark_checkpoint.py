@@ -64,7 +64,16 @@ class BenchmarkConfig(Config):
     cold: bool = flag(False, "load files that are not in the page cache")
 
     def problems(self) -> list[str]:
-        return minimum_problems(self, 1, "mebibytes", "tensors", "rounds", "threads")
+        found = minimum_problems(self, 1, "mebibytes", "tensors", "rounds", "threads")
+        if not found and self.tensors > self.elements:
+            words = f"--mebibytes {self.mebibytes} are {self.elements} elements, and each must have one"
+            found.append(f"--tensors {self.tensors}: {words}")
+        return found
+
+    @property
+    def elements(self) -> int:
+        """Of all tensors."""
+        return self.mebibytes * 2**20 // 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +169,7 @@ def lines(what: str, times: dict[str, list[float]], size: int) -> list[str]:
 def benchmark(config: BenchmarkConfig) -> None:
     """Measure all and print it."""
     torch.set_num_threads(config.threads)
-    elements = config.mebibytes * 2**20 // 4 // config.tensors
+    elements = config.elements // config.tensors
     size, state = elements * 4 * config.tensors, "cold" if config.cold else "warm"
     with tempfile.TemporaryDirectory(dir=config.folder) as name:
         folder = Path(name)

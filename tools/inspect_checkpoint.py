@@ -101,6 +101,8 @@ def inspect(directory: Path, config: InspectConfig) -> int:
     if problems or config.diff is None:
         return 1 if problems else 0
     other = Survey.of(config.diff, config.diff_step)
+    for problem in other.problems():
+        raise DamageError(f"--diff: {problem}")
     found = list(differences(survey, other))
     print(f"\n{'DIFFERENT from' if found else 'equal to'} {other.folder}")
     print("".join(f"  {sentence}\n" for sentence in found), end="")

@@ -7,11 +7,13 @@ import shutil
 from pathlib import Path
 
 from megatron.base.files import atomic_write, fsync_directory
-from megatron.checkpointing.errors import DamageError
+from megatron.checkpointing.errors import DamageError, unreadable_is_damage
 
 TRACKER = "latest_checkpointed_iteration.txt"
 INDEX = "index.json"
 STATE = "state.json"
+# More than a checkpoint of thousands of ranks has in its JSON files.
+_LARGEST_FILE = 2**28
 
 _logger = logging.getLogger(__name__)
 _FOLDER = re.compile(r"iter_([0-9]{7,})")
@@ -37,13 +39,23 @@ def _old_folder(directory: Path, iteration: int) -> Path:
 def tracked_iteration(directory: Path) -> int | None:
     """The iteration that the tracker names, None where there is no tracker; `DamageError` where it names none."""
     path = directory / TRACKER
-    try:
-        text = path.read_bytes().strip()
-    except FileNotFoundError:
+    if not path.exists():
         return None
+    text = read_whole(path).strip()
     if not text.isdigit() or len(text) > 18:
         raise DamageError(f"{path}: it must hold the number of an iteration, and holds {text[:40]!r}")
     return int(text)
+
+
+def read_whole(path: Path) -> bytes:
+    """The content of the tracker or a JSON file. Raises `DamageError` where it is absent, no file, or far too large."""
+    if not path.is_file():
+        raise DamageError(f"{path}: the file is missing")
+    with unreadable_is_damage(path):
+        size = path.stat().st_size
+        if size > _LARGEST_FILE:
+            raise DamageError(f"{path}: it has {size} bytes, and at most {_LARGEST_FILE} are read")
+        return path.read_bytes()
 
 
 def saved_iterations(directory: Path) -> list[int]:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import math
 import re
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
 
@@ -28,6 +30,10 @@ SAFETENSORS_NAMES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+
+# What 64 bits count, and more dimensions than any tensor has.
+_LARGEST_NUMBER = 2**63 - 1
+_MOST_DIMENSIONS = 64
 
 # A file lies in the checkpoint's own folder: no other name is ever opened.
 _FILE_NAME = re.compile(r"rank_[0-9]{5,}\.safetensors")
@@ -71,8 +77,8 @@ class StoredPiece:
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Self:
         """Read an entry; raises ValueError where a number is negative or the file is not in the folder."""
-        rectangle = Rectangle(_numbers(entry["offset"]), _numbers(entry["shape"]))
-        return cls(_safe_file(entry["file"]), rectangle, _numbers(entry["crc32"]))
+        rectangle = Rectangle(whole_numbers(entry["offset"]), shape_of(entry["shape"]))
+        return cls(_safe_file(entry["file"]), rectangle, whole_numbers(entry["crc32"]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +101,12 @@ class StoredTensor:
     @classmethod
     def from_json(cls, name: str, entry: Mapping[str, Any]) -> Self:
         """Read an entry; raises ValueError for a dtype that is not stored and for pieces as `StoredPiece`."""
+        if not name.isprintable():
+            raise ValueError(f"{reprlib.repr(name)} is no name of a tensor")
         if entry["dtype"] not in SAFETENSORS_NAMES:
-            raise ValueError(f"{name} has the unknown dtype {entry['dtype']}")
+            raise ValueError(f"{name} has the unknown dtype {reprlib.repr(entry['dtype'])}")
         pieces = tuple(StoredPiece.from_json(piece) for piece in entry["pieces"])
-        return cls(name, entry["dtype"], _numbers(entry["shape"]), pieces)
+        return cls(name, entry["dtype"], shape_of(entry["shape"]), pieces)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,10 +133,10 @@ class Contents:
         """Read the entries of the index."""
         tensors = {name: StoredTensor.from_json(name, tensor) for name, tensor in entry["tensors"].items()}
         rank_tensors = {
-            int(rank): {name: StoredTensor.from_json(rank_name(int(rank), name), t) for name, t in own.items()}
+            _rank(rank): {name: StoredTensor.from_json(rank_name(_rank(rank), name), t) for name, t in own.items()}
             for rank, own in entry["rank_tensors"].items()
         }
-        files = {_safe_file(name): _numbers([size])[0] for name, size in entry["files"].items()}
+        files = {_safe_file(name): whole_numbers([size])[0] for name, size in entry["files"].items()}
         return cls(tensors, rank_tensors, files)
 
     def all_tensors(self) -> Iterator[StoredTensor]:
@@ -138,11 +146,19 @@ class Contents:
             yield from own.values()
 
     def check_cover(self) -> None:
-        """Raise `DamageError` naming the first tensor that its pieces do not cover exactly once."""
+        """Raise `DamageError` naming the first tensor that its pieces do not cover exactly once.
+
+        Or the first file that would have to hold more than it does: so no tensor is larger than the files.
+        """
+        room = dict(self.files)
         for tensor in self.all_tensors():
             problem = tensor.cover_problem()
             if problem is not None:
                 raise DamageError(f"tensor {tensor.name}: {problem}")
+            for piece in tensor.pieces:
+                room[piece.file] = room.get(piece.file, 0) - piece.rectangle.size * dtype_of(tensor.dtype).itemsize
+                if room[piece.file] < 0:
+                    raise DamageError(f"tensor {tensor.name}: {piece.file} is too small to hold it, or is not listed")
 
 
 def rank_name(rank: int, name: str) -> str:
@@ -203,13 +219,14 @@ class Index:
     def from_json(cls, text: str | bytes) -> Self:
         """Read `index.json`; raises ValueError where it is not whole or not of this format and version."""
         try:
-            body = json.loads(text)
+            body = json.loads(text, object_pairs_hook=unique_keys)
             if body["format"] != FORMAT or body["version"] != VERSION:
-                raise ValueError(f"format {body['format']} version {body['version']}; {FORMAT} {VERSION} is read here")
+                found = f"format {reprlib.repr(body['format'])} version {reprlib.repr(body['version'])}"
+                raise ValueError(f"{found}; {FORMAT} {VERSION} is read here")
             if body.pop("index_crc32") != _checksum(body):
                 raise ValueError("its content does not match its own checksum")
             contents = Contents.from_json(body)
-            block_bytes, iteration = _numbers([body["block_bytes"], body["iteration"]])
+            block_bytes, iteration = whole_numbers([body["block_bytes"], body["iteration"]])
             if not block_bytes or block_bytes % 8:
                 raise ValueError(f"blocks of {block_bytes} bytes; a multiple of 8 is needed")
             return cls(iteration, dict(body["layout"]), block_bytes, body["state_crc32"], contents)
@@ -230,13 +247,38 @@ def _text(value: Any, expand: int) -> str:
     return "{\n" + ",\n".join(f"{json.dumps(key)}: {_text(entry, expand - 1)}" for key, entry in value.items()) + "\n}"
 
 
-def _numbers(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
-        raise ValueError(f"{values!r} is not a list of whole numbers from 0 up")
+def whole_numbers(values: Any) -> tuple[int, ...]:
+    """A list of whole numbers from JSON. Raises ValueError for anything else, negative and too large ones included."""
+    if not isinstance(values, list) or any(type(v) is not int or not 0 <= v <= _LARGEST_NUMBER for v in values):
+        raise ValueError(f"{reprlib.repr(values)} is not a list of whole numbers from 0 to 2^63")
     return tuple(values)
+
+
+def shape_of(values: Any) -> tuple[int, ...]:
+    """The shape of a tensor from JSON. Raises ValueError where no tensor has it."""
+    shape = whole_numbers(values)
+    if len(shape) > _MOST_DIMENSIONS or math.prod(size for size in shape if size) > _LARGEST_NUMBER // 8:
+        raise ValueError(f"{reprlib.repr(values)} is not the shape of a tensor: it is too large")
+    return shape
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON from its entries, for `object_pairs_hook`. Raises ValueError where two have one name."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"{reprlib.repr(twice)} is there twice")
+    return entries
+
+
+def _rank(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or text != str(int(text)):
+        raise ValueError(f"{reprlib.repr(text)} is no number of a rank")
+    return int(text)
 
 
 def _safe_file(name: Any) -> str:
     if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of a file of a checkpoint, such as {file_name(0)}")
+        raise ValueError(f"{reprlib.repr(name)} is no name of a file of a checkpoint, such as {file_name(0)}")
     return name

@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 
 from megatron.base.rectangles import Rectangle
 from megatron.checkpointing.checksum import crc32
-from megatron.checkpointing.errors import DamageError, unreadable_is_damage
-from megatron.checkpointing.folders import INDEX, STATE, TRACKER, leftovers, tracked_iteration, whole_folder
+from megatron.checkpointing.errors import DamageError
+from megatron.checkpointing.folders import INDEX, STATE, TRACKER, leftovers, read_whole, tracked_iteration, whole_folder
 from megatron.checkpointing.index import Index, StoredTensor, dtype_name, dtype_of
 from megatron.checkpointing.placed import Place, Placed, held_rectangles
 from megatron.checkpointing.reader import PieceReader
@@ -134,8 +134,7 @@ def _report_leftovers(directory: Path, loaded: Path) -> None:
 def read_index(folder: Path, iteration: int) -> tuple[Index, int]:
     """The index, and the CRC-32 of its file. Raises `DamageError` where it is not whole."""
     path = folder / INDEX
-    with unreadable_is_damage(path):
-        content = path.read_bytes()
+    content = read_whole(path)
     try:
         index = Index.from_json(content)
     except ValueError as error:
@@ -150,10 +149,7 @@ def read_index(folder: Path, iteration: int) -> tuple[Index, int]:
 def read_state_of(folder: Path, index: Index) -> dict[str, Any]:
     """The plain values of the checkpoint in `folder`. Raises `DamageError` where they are not what was saved."""
     path = folder / STATE
-    if not path.is_file():
-        raise DamageError(f"{path}: the file is missing")
-    with unreadable_is_damage(path):
-        content = path.read_bytes()
+    content = read_whole(path)
     if crc32(content) != index.state_checksum:
         raise DamageError(f"{path}: it does not match its checksum")
     try:
@@ -166,11 +162,13 @@ def read_state_of(folder: Path, index: Index) -> dict[str, Any]:
 
 
 def check_files(folder: Path, index: Index) -> None:
-    """Raise `DamageError` naming the first file that is missing or not of the size that was written."""
+    """Raise `DamageError` naming the first file that is missing, elsewhere or not of the size that was written."""
     for name, size in index.contents.files.items():
         path = folder / name
         if not path.is_file():
             raise DamageError(f"{path}: the file is missing")
+        if path.is_symlink() and path.resolve().parent != folder.resolve():
+            raise DamageError(f"{path}: it is a link to {path.resolve()}, out of the checkpoint's folder")
         if path.stat().st_size != size:
             raise DamageError(f"{path}: it has {path.stat().st_size} bytes, {size} were written")
 

@@ -2,13 +2,12 @@
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -16,9 +15,9 @@ from torch import Tensor
 from megatron.base.rectangles import Rectangle, intersection, rectangles_of_range
 from megatron.checkpointing.checksum import CHUNK_BYTES, crc32
 from megatron.checkpointing.errors import DamageError, unreadable_is_damage
-from megatron.checkpointing.index import SAFETENSORS_NAMES, StoredPiece, StoredTensor, dtype_of
+from megatron.checkpointing.header import read_header
+from megatron.checkpointing.index import StoredPiece, StoredTensor, dtype_of
 
-_LARGEST_HEADER = 100_000_000
 # Threads that read: as many as PyTorch would copy with, but while one waits for the disk another has something to do.
 _LEAST_THREADS, _MOST_THREADS = 2, 8
 
@@ -175,7 +174,10 @@ class _PieceFile:
         self.path = path
         with contextlib.ExitStack() as stack, unreadable_is_damage(path):
             self._stream = stack.enter_context(open(path, "rb", buffering=0))
-            self._entries, self._data_begin = self._read_header()
+            try:
+                self._spans = read_header(self._stream)
+            except ValueError as error:
+                raise DamageError(f"{path}: {error}") from error
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -184,36 +186,15 @@ class _PieceFile:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _read_header(self) -> tuple[Mapping[str, Any], int]:
-        length = int.from_bytes(self._stream.read(8), "little")
-        if length > min(_LARGEST_HEADER, os.fstat(self._stream.fileno()).st_size - 8):
-            raise DamageError(f"{self.path}: it is cut, or no safetensors file")
-        try:
-            entries = json.loads(self._stream.read(length))
-        except (ValueError, RecursionError) as error:
-            raise DamageError(f"{self.path}: its header cannot be read ({error})") from error
-        if not isinstance(entries, dict):
-            raise DamageError(f"{self.path}: its header is not a JSON object")
-        return entries, 8 + length
-
     def begin(self, tensor: StoredTensor, piece: StoredPiece, block_bytes: int) -> int:
         """Position of a piece's first byte, once the header has said of the piece what the index says."""
         key = piece.key(tensor.name)
-        size = piece.rectangle.size * dtype_of(tensor.dtype).itemsize
-        try:
-            start = int(self._entries[key]["data_offsets"][0])
-        except (KeyError, TypeError, IndexError, ValueError):
-            start = -1
-        expected = {
-            "dtype": SAFETENSORS_NAMES[tensor.dtype],
-            "shape": list(piece.rectangle.shape),
-            "data_offsets": [start, start + size],
-        }
-        if start < 0 or self._entries[key] != expected:
+        span = self._spans.get(key)
+        if span is None or (span.dtype, span.shape) != (tensor.dtype, piece.rectangle.shape):
             raise DamageError(f"{self.path}: its header does not have {key} as the index describes it")
-        if len(piece.checksums) != math.ceil(size / block_bytes):
+        if len(piece.checksums) != math.ceil((span.end - span.begin) / block_bytes):
             raise DamageError(f"{self.path}: the index does not have one checksum for each block of {key}")
-        return self._data_begin + start
+        return span.begin
 
     def read(self, position: int, target: Tensor, checksum: int) -> int:
         """Fill `target`, uint8 and 1-D, with the bytes at `position`; returns `checksum` with theirs added."""

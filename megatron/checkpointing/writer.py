@@ -1,18 +1,18 @@
 """Writes the pieces of one rank as a safetensors file, block by block, with a checksum for each block."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 from torch import Tensor
 
 from megatron.base.rectangles import Rectangle, rectangles_of_range
 from megatron.checkpointing.checksum import CHUNK_BYTES, crc32
-from megatron.checkpointing.index import SAFETENSORS_NAMES, StoredPiece, dtype_name
+from megatron.checkpointing.header import make_header
+from megatron.checkpointing.index import StoredPiece, dtype_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,19 +45,10 @@ def write_pieces(path: Path, pieces: Sequence[NewPiece], block_bytes: int) -> li
 
 
 def _header(pieces: Sequence[NewPiece], file: str) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for piece in pieces:
-        end = position + piece.values.numel() * piece.values.element_size()
-        entries[StoredPiece(file, piece.rectangle, ()).key(piece.name)] = {
-            "dtype": SAFETENSORS_NAMES[dtype_name(piece.values.dtype)],
-            "shape": list(piece.values.shape),
-            "data_offsets": [position, end],
-        }
-        position = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    keys = [StoredPiece(file, piece.rectangle, ()).key(piece.name) for piece in pieces]
+    return make_header(
+        (key, dtype_name(piece.values.dtype), piece.values.shape) for key, piece in zip(keys, pieces, strict=True)
+    )
 
 
 def _blocks(values: Tensor, block_bytes: int) -> Iterator[Tensor]:

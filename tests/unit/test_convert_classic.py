@@ -132,8 +132,8 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "a state of another shape": (lambda r: r["optimizer"]["state"][3].update(exp_avg=torch.ones(2)), "shapes"),
     "another version": (lambda r: r.update(checkpoint_version=4.0), "version"),
     "other ranks": (lambda r: setattr(r["args"], "tensor_model_parallel_size", 4), "there are files of 2 ranks"),
-    "a state without groups": (lambda r: r.update(optimizer={"state": {}}), "it is not understood"),
-    "a state that is a number": (lambda r: r["optimizer"]["state"][3].update(exp_avg=1), "it is not understood"),
+    "a state without groups": (lambda r: r.update(optimizer={"state": {}}), "param_groups is"),
+    "a state that is a number": (lambda r: r["optimizer"]["state"][3].update(exp_avg=1), "where a tensor is expected"),
 }
 # Complaints about flags, which are read from the first rank's file.
 FLAGS = ("there are files of 2 ranks",)

@@ -125,6 +125,11 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], words: list[str], complain
     assert complaint in capsys.readouterr().err
 
 
+def test_a_benchmark_of_more_tensors_than_elements_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark_checkpoint.main(["--mebibytes", "1", "--tensors", "300000"]) == 2
+    assert "--tensors 300000: --mebibytes 1 are 262144 elements" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("cold", [False, True])
 def test_the_benchmark_prints_both_ratios(tmp_path: Path, capsys: pytest.CaptureFixture[str], cold: bool) -> None:
     words = ["--mebibytes", "1", "--tensors", "3", "--rounds", "1", "--folder", str(tmp_path)]

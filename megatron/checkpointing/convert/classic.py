@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron.checkpointing.convert.deferred import Deferred, Readable
+from megatron.checkpointing.convert.deferred import Deferred, Readable, same_values
+from megatron.checkpointing.convert.kinds import check_matrices, check_record, check_tensors
 from megatron.checkpointing.convert.mapping import RowOrder, refuse_left_overs
 from megatron.checkpointing.convert.restricted import Namespace
 from megatron.checkpointing.convert.torch_files import FileTensor, read_torch_file
@@ -106,10 +107,9 @@ def _equal(tensor: Readable, copy: Readable) -> Readable:
     """`tensor`, which raises ValueError when it is read and is not equal to `copy`."""
 
     def make() -> torch.Tensor:
-        values = tensor.read()
-        if not torch.equal(values, copy.read()):
+        if not same_values(tensor, copy):
             raise ValueError(f"{WORDS}: the first and the last pipeline stage do not have the same")
-        return values
+        return tensor.read()
 
     return Deferred(tensor.dtype, tensor.shape, make)
 
@@ -157,11 +157,9 @@ def open_classic(directory: Path, step: int | None = None) -> ClassicCheckpoint:
     if not places:
         raise ValueError(f"{folder}: there is no folder mp_rank_00 or mp_rank_00_000 in it")
     pipeline, tensor = (1 + max(place[axis] for place in places) for axis in (0, 1))
-    missing = [(p, t) for p in range(pipeline) for t in range(tensor) if (p, t) not in places]
-    if missing:
-        raise ValueError(
-            f"{folder}: the folder of tensor rank {missing[0][1]}, pipeline rank {missing[0][0]} is missing"
-        )
+    missing = next(((p, t) for p in range(pipeline) for t in range(tensor) if (p, t) not in places), None)
+    if missing is not None:
+        raise ValueError(f"{folder}: the folder of tensor rank {missing[1]}, pipeline rank {missing[0]} is missing")
     files = {place: _open_file(path / _FILE) for place, path in sorted(places.items())}
     checkpoint = ClassicCheckpoint(folder, files, tensor, pipeline)
     _check_together(checkpoint)
@@ -194,12 +192,29 @@ def _open_file(path: Path) -> ClassicFile:
     if not path.is_file():
         raise ValueError(f"{path}: the file is missing")
     record = read_torch_file(path)
-    if not isinstance(record, dict):
-        raise ValueError(f"{path}: it is no checkpoint: it holds a {type(record).__name__}")
+    try:
+        check_record(record)
+    except ValueError as error:
+        raise ValueError(f"{path}: it is no checkpoint that can be read: {error}") from error
     names = ["model"] if "model" in record else [f"model{i}" for i in range(len(record)) if f"model{i}" in record]
     if not names:
         raise ValueError(f"{path}: it is no checkpoint of Megatron-LM: it has no entry model")
-    return ClassicFile(record, [dict(_flat(record[name], path)) for name in names])
+    return ClassicFile(record, [_chunk(record[name], path) for name in names])
+
+
+def _chunk(model: Any, path: Path) -> dict[str, FileTensor]:
+    """The tensors of a stage."""
+    found: dict[str, FileTensor] = {}
+    for name, tensor in _flat(model, path):
+        if name in found:
+            raise ValueError(f"{path}: two tensors have the name {name}")
+        found[name] = tensor
+    try:
+        check_tensors(found)
+        check_matrices(found)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return found
 
 
 def _flat(model: Any, path: Path, prefix: str = "") -> Iterator[tuple[str, FileTensor]]:
@@ -207,6 +222,8 @@ def _flat(model: Any, path: Path, prefix: str = "") -> Iterator[tuple[str, FileT
     if not isinstance(model, dict):
         raise ValueError(f"{path}: {prefix or 'model'} is a {type(model).__name__} where tensors by name are expected")
     for key, value in model.items():
+        if not isinstance(key, str):
+            raise ValueError(f"{path}: a name in {prefix or 'model'} is a {type(key).__name__}, and must be text")
         name = f"{prefix}{key}"
         if isinstance(value, FileTensor):
             yield _modern(name), value

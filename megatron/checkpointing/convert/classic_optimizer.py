@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from megatron.checkpointing.convert.classic import COPY, ClassicCheckpoint, ClassicFile, pieces_of_model
 from megatron.checkpointing.convert.deferred import Deferred, Readable
+from megatron.checkpointing.convert.kinds import check_optimizer
 from megatron.checkpointing.convert.torch_files import FileTensor
 
 _MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
@@ -40,12 +42,13 @@ def read_optimizer(checkpoint: ClassicCheckpoint) -> ClassicOptimizer | None:
 
     Where it has not taken a step yet, for the gradients have overflowed so far, Adam's moments are zeros.
     """
-    if any(not isinstance(file.record.get("optimizer"), dict) for file in checkpoint.files.values()):
+    if all(file.record.get("optimizer") is None for file in checkpoint.files.values()):
         return None
     steps: set[int] = set()
     chunks: dict[str, dict[tuple[int, int], list[dict[str, FileTensor]]]] = {}
     for place, file in checkpoint.files.items():
         try:
+            check_optimizer(file.record.get("optimizer"), _MASTERS, _INNER)
             states = _read_file(file, steps)
         except (ValueError, TypeError, KeyError, AttributeError) as error:  # a strange file can fail in any way
             where = f"{checkpoint.folder}: optimizer of pipeline and tensor rank {place}"
@@ -141,7 +144,10 @@ def _orders(file: ClassicFile) -> Iterator[list[_Place]]:
 
 def _number(value: Any) -> float:
     """A number, or that in a tensor of one element."""
-    return float(value.read().item()) if isinstance(value, FileTensor) else float(value)
+    number = float(value.read().item()) if isinstance(value, FileTensor) else float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"there is {number} where a number is expected")
+    return number
 
 
 def _loss_scaler(optimizer: Mapping[str, Any], folder: Path) -> dict[str, Any]:

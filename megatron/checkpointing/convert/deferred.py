@@ -38,6 +38,11 @@ class Deferred:
         return made
 
 
+def same_values(a: Readable, b: Readable) -> bool:
+    """Whether two tensors are equal in dtype, shape and every value."""
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(a.read(), b.read())
+
+
 def in_dtype(tensor: Readable, dtype: torch.dtype) -> Readable:
     """The same tensor in `dtype`."""
     return tensor if tensor.dtype == dtype else Deferred(dtype, tensor.shape, lambda: tensor.read().to(dtype))

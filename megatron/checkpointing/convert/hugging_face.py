@@ -3,22 +3,25 @@
 import dataclasses
 import json
 import re
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.base.compose import make_section
 from megatron.base.files import atomic_write
-from megatron.checkpointing.convert.deferred import Readable
+from megatron.checkpointing.convert.deferred import Readable, same_values
 from megatron.checkpointing.convert.gpt import hugging_face_entries
+from megatron.checkpointing.convert.kinds import check_matrices, check_tensors, transformer_config
 from megatron.checkpointing.convert.mapping import RowOrder, Rows, export_all, import_all
 from megatron.checkpointing.convert.megatron_lm import Told, own_defaults, with_padding
 from megatron.checkpointing.convert.safetensors_files import read_safetensors, write_safetensors
-from megatron.checkpointing.convert.torch_files import FileTensor, read_torch_file
+from megatron.checkpointing.convert.torch_files import read_torch_file
 from megatron.checkpointing.convert.transfer import Transfer, table_of
 from megatron.checkpointing.index import dtype_name
 from megatron.model import TransformerConfig
 
+# Of a config or an index of files.
+_LARGEST_JSON = 2**26
 ORDER: RowOrder = "3nd"
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _WORDS, _OUTPUT = "transformer.wte.weight", "lm_head.weight"
@@ -41,14 +44,15 @@ def from_hugging_face(directory: Path, told: Told) -> Transfer:
     """
     saved = _read_json(directory / CONFIG)
     if saved.get("model_type") != "gpt2":
-        raise ValueError(f"{directory / CONFIG}: model_type {saved.get('model_type')!r}; gpt2 is read here")
+        kind = reprlib.repr(saved.get("model_type"))
+        raise ValueError(f"{directory / CONFIG}: model_type {kind}; gpt2 is read here")
     weights, notes = read_weights(directory)
+    if _WORDS not in weights:
+        raise ValueError(f"{directory}: it has no {_WORDS}")
     untied = _is_untied(saved, weights)
     if not untied:
         weights.pop(_OUTPUT, None)
-    config = _our_config(directory, saved, told, untied)
-    if _WORDS not in weights:
-        raise ValueError(f"{directory}: it has no {_WORDS}")
+    config = _our_config(directory, saved, told, untied, len(weights))
     there = weights[_WORDS].shape[0]
     vocab_size = told.vocab_size or min(told.tokenizer_size or there, there)
     config = with_padding(config, told, vocab_size, there)
@@ -64,6 +68,8 @@ def from_hugging_face(directory: Path, told: Told) -> Transfer:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
+        if path.stat().st_size > _LARGEST_JSON:
+            raise ValueError(f"it has {path.stat().st_size} bytes, and at most {_LARGEST_JSON} are read")
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path}: the file is missing") from None
@@ -85,7 +91,9 @@ def read_weights(directory: Path) -> tuple[dict[str, Readable], list[str]]:
             found[whole] = tensor
     masks = [name for name in found if _MASK.fullmatch(name)]
     notes = [f"{len(masks)} causal masks are left out, they are no weights"] if masks else []
-    return {name: tensor for name, tensor in found.items() if name not in masks}, notes
+    weights = {name: tensor for name, tensor in found.items() if name not in masks}
+    check_matrices(weights)
+    return weights, notes
 
 
 def _files(directory: Path) -> list[Path]:
@@ -94,19 +102,21 @@ def _files(directory: Path) -> list[Path]:
         if (directory / name).is_file():
             return [directory / name]
         if (directory / f"{name}.index.json").is_file():
-            parts = _read_json(directory / f"{name}.index.json").get("weight_map", {})
-            return [directory / Path(part).name for part in sorted(set(map(str, parts.values())))]
+            parts = _read_json(directory / f"{name}.index.json").get("weight_map")
+            if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
+                raise ValueError(f"{directory / name}.index.json: weight_map must give a file for each tensor")
+            return [directory / Path(part).name for part in sorted(set(parts.values()))]
     raise ValueError(f"{directory}: there is no {WEIGHTS} in it, nor an index of several files")
 
 
 def _tensors(path: Path) -> Mapping[str, Readable]:
     if not path.is_file():
         raise ValueError(f"{path}: the file is missing")
-    if path.suffix == ".safetensors":
-        return read_safetensors(path)
-    content = read_torch_file(path)
-    if not isinstance(content, dict) or not all(isinstance(value, FileTensor) for value in content.values()):
-        raise ValueError(f"{path}: it must hold tensors by name alone")
+    content = read_safetensors(path) if path.suffix == ".safetensors" else read_torch_file(path)
+    try:
+        check_tensors(content)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     return content
 
 
@@ -114,21 +124,23 @@ def _is_untied(saved: Mapping[str, Any], weights: Mapping[str, Readable]) -> boo
     """Whether the output projection has a matrix of its own."""
     if not saved.get("tie_word_embeddings", True):
         return True
-    if _OUTPUT in weights and not weights[_OUTPUT].read().equal(weights[_WORDS].read()):
+    if _OUTPUT in weights and not same_values(weights[_OUTPUT], weights[_WORDS]):
         raise ValueError(f"{_OUTPUT} is not {_WORDS}, although the config says that they are tied")
     return False
 
 
-def _our_config(directory: Path, saved: Mapping[str, Any], told: Told, untied: bool) -> TransformerConfig:
+def _our_config(directory: Path, saved: Mapping[str, Any], told: Told, untied: bool, tensors: int) -> TransformerConfig:
     path = directory / CONFIG
-    wrong = [f"{name} {saved[name]}" for name, value in _NOT_HERE.items() if saved.get(name, value) != value]
+    wrong = [name for name, value in _NOT_HERE.items() if saved.get(name, value) != value]
     if wrong:
-        raise ValueError(f"{path}: {', '.join(wrong)}: ours cannot do that")
+        values = ", ".join(f"{name} {reprlib.repr(saved[name])}" for name in wrong)
+        raise ValueError(f"{path}: {values}: ours cannot do that")
     activation = saved.get("activation_function", "gelu_new")
-    if activation not in _ACTIVATIONS and told.activation is None:
-        raise ValueError(f"{path}: activation_function {activation!r}; known are {', '.join(_ACTIVATIONS)}")
+    known = isinstance(activation, str) and activation in _ACTIVATIONS
+    if not known and told.activation is None:
+        raise ValueError(f"{path}: activation_function {reprlib.repr(activation)}; known are {', '.join(_ACTIVATIONS)}")
     try:
-        values = {
+        fields = {
             "num_layers": saved["n_layer"],
             "hidden_size": saved["n_embd"],
             "num_attention_heads": saved["n_head"],
@@ -141,11 +153,11 @@ def _our_config(directory: Path, saved: Mapping[str, Any], told: Told, untied: b
             "activation": told.activation or _ACTIVATIONS[activation],
             "untie_embeddings_and_output_weights": untied,
         }
-        return own_defaults(make_section(TransformerConfig, values))
+        return own_defaults(transformer_config(fields, tensors))
     except KeyError as error:
         raise ValueError(f"{path}: there is no entry {error}") from None
-    except TypeError as error:
-        raise ValueError(f"{path}: an entry is of the wrong kind ({error})") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def to_hugging_face(transfer: Transfer, directory: Path, special: Mapping[str, int | None]) -> None:

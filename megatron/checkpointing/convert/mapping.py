@@ -77,6 +77,8 @@ def _whole_shape(entry: Entry, pieces: Sequence[Readable]) -> tuple[int, ...]:
     if len({(piece.dtype, piece.shape) for piece in pieces}) > 1:
         raise ValueError(f"{entry.theirs}: what the tensor ranks have of it does not fit together")
     shape = list(pieces[0].shape)
+    if len(shape) <= (entry.split_dim or 0):
+        raise ValueError(f"{entry.theirs} is {shape}, and has no dimension {entry.split_dim or 0} to be split along")
     if entry.split_dim is not None:
         shape[entry.split_dim] *= len(pieces)
     return tuple(shape)

@@ -118,6 +118,8 @@ def model_config(
     layer = "encoder.layers.0.mlp.dense_h_to_4h.weight"
     if not {WORDS, "embedding.position_embeddings.weight", layer} <= shapes.keys():
         raise ValueError(f"{checkpoint.folder}: it is no transformer with learned positions")
+    if len(shapes[WORDS]) < 2:
+        raise ValueError(f"{checkpoint.folder}: {WORDS} is {list(shapes[WORDS])}, and must be a matrix")
     hidden, heads = shapes[WORDS][1], told.num_attention_heads or args.get("num_attention_heads")
     if heads is None:
         raise ValueError(f"{checkpoint.folder}: it does not say its --num-attention-heads: give that flag")

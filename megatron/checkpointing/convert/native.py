@@ -1,21 +1,24 @@
 """Checkpoints of this library as a `Transfer`, read tensor by tensor, and a `Transfer` as one, written so."""
 
 import dataclasses
+import functools
 import math
+import reprlib
 import shutil
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.base.compose import make_section
 from megatron.base.files import atomic_write
 from megatron.base.rectangles import Rectangle
+from megatron.checkpointing.checksum import crc32
 from megatron.checkpointing.convert.deferred import Deferred, Readable
+from megatron.checkpointing.convert.kinds import transformer_config
 from megatron.checkpointing.convert.transfer import OPTIMIZER, Transfer
+from megatron.checkpointing.errors import DamageError
 from megatron.checkpointing.folders import (
     INDEX,
     STATE,
@@ -24,16 +27,22 @@ from megatron.checkpointing.folders import (
     iteration_folder,
     publish,
     temporary_folder,
-    tracked_iteration,
-    whole_folder,
 )
-from megatron.checkpointing.index import Contents, Index, StoredTensor, dtype_name, dtype_of, file_name, merged
-from megatron.checkpointing.load import load_checkpoint, read_state
-from megatron.checkpointing.reader import PieceReader
+from megatron.checkpointing.index import (
+    Contents,
+    Index,
+    StoredTensor,
+    dtype_name,
+    dtype_of,
+    file_name,
+    merged,
+    shape_of,
+)
+from megatron.checkpointing.load import load_checkpoint
 from megatron.checkpointing.save import BLOCK_BYTES
+from megatron.checkpointing.survey import Survey
 from megatron.checkpointing.values import to_json
 from megatron.checkpointing.writer import NewPiece, write_pieces
-from megatron.model import TransformerConfig
 from megatron.mpu.sharding import parameter_shardings
 
 # Tensors are written to one file until it has this many bytes.
@@ -42,27 +51,29 @@ FILE_BYTES = 256 * 2**20
 
 def from_native(directory: Path, step: int | None = None, optimizer: bool = True) -> Transfer:
     """The GPT of the newest checkpoint below `directory`, or of iteration `step`; ValueError as where one is loaded."""
-    iteration = tracked_iteration(directory) if step is None else step
-    if iteration is None:
-        raise ValueError(f"{directory}: there is no checkpoint in it, for there is no {TRACKER}")
-    state = read_state(directory, iteration)
-    folder = whole_folder(directory, iteration)
-    index = Index.from_json((folder / INDEX).read_bytes())
-    index.contents.check_cover()
-    model, sections = state.get("model", {}), state.get("config", {})
-    if model.get("model") != "gpt" or "model" not in sections:
-        raise ValueError(f"{folder}: it is of {model.get('model', 'a model of another kind')}; GPTs are converted here")
+    survey = Survey.of(directory, step)
+    for problem in survey.problems():
+        raise DamageError(problem)
+    model, sections, run, plain = (_part(survey, name) for name in ("model", "config", "run", "optimizer"))
+    if model.get("model") != "gpt" or not isinstance(sections.get("model"), dict) or not survey.tensors:
+        kind = reprlib.repr(model.get("model", "a model of another kind"))
+        raise ValueError(f"{survey.folder}: it is of {kind}; GPTs are converted here")
     tensors: dict[str, Readable] = {
-        name: Deferred(dtype_of(stored.dtype), stored.shape, _reading(folder, index, stored))
-        for name, stored in index.contents.tensors.items()
+        name: Deferred(dtype_of(stored.dtype), stored.shape, functools.partial(survey.read, name))
+        for name, stored in survey.tensors.items()
     }
+    try:
+        config = transformer_config(sections["model"], len(tensors))
+        (vocab_size,) = shape_of([model.get("vocab_size")])
+    except ValueError as error:
+        raise ValueError(f"{survey.folder / STATE}: {error}") from error
     transfer = Transfer(
-        make_section(TransformerConfig, sections["model"]),
-        model["vocab_size"],
+        config,
+        vocab_size,
         tensors,
-        iteration=iteration,
-        progress=state.get("run", {}),
-        optimizer=state.get("optimizer", {}),
+        iteration=survey.index.iteration,
+        progress=run,
+        optimizer=plain,
         sections=sections,
         table=[f"{len(tensors):3d} tensors, as they are"],
     )
@@ -70,15 +81,12 @@ def from_native(directory: Path, step: int | None = None, optimizer: bool = True
     return transfer if optimizer and has_state else transfer.without_optimizer()
 
 
-def _reading(folder: Path, index: Index, stored: StoredTensor) -> Callable[[], Tensor]:
-    def read() -> Tensor:
-        values = torch.empty(stored.shape, dtype=dtype_of(stored.dtype))
-        whole = Rectangle((0,) * len(stored.shape), stored.shape)
-        with PieceReader(folder, index.block_bytes) as reader:
-            reader.read([(stored, [(whole, values)])])
-        return values
-
-    return read
+def _part(survey: Survey, name: str) -> dict[str, Any]:
+    """An entry of the plain values; empty where it is absent."""
+    part = survey.state().get(name, {})
+    if not isinstance(part, dict):
+        raise ValueError(f"{survey.folder / STATE}: {name} is a {type(part).__name__}, and must be a JSON object")
+    return part
 
 
 def to_native(transfer: Transfer, directory: Path, origin: str) -> Path:
@@ -99,7 +107,7 @@ def to_native(transfer: Transfer, directory: Path, origin: str) -> Path:
         contents.check_cover()
         state = to_json(_state(transfer)).encode()
         layout = {"converted from": origin}
-        index = Index(transfer.iteration, layout, BLOCK_BYTES, zlib.crc32(state), contents)
+        index = Index(transfer.iteration, layout, BLOCK_BYTES, crc32(state), contents)
         for name, content in ((STATE, state), (INDEX, index.to_json().encode())):
             with atomic_write(temporary / name, "wb") as stream:
                 stream.write(content)

@@ -1,91 +1,52 @@
 """Reads pickles that others wrote without running anything in them: plain values are rebuilt, all else stands still.
 
 A pickle names functions and classes and has them called. Here a name is never looked up: the few that make plain
-things have a stand-in of ours in `_STAND_INS`, and every other becomes a class of its own that does nothing
-(`Inert`). So whatever a file asks for, nothing is imported and nothing of the file's choice is called.
+things have a stand-in of ours in `_STAND_INS`, and every other becomes an `Inert`, which does nothing. So whatever a
+file asks for, nothing is imported and nothing of the file's choice is called; Python's own `pickle` has no part in it.
 """
 
-import pickle
 import re
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-_NUMBERS = re.compile(r"[biufc][0-9]+")
+from megatron.checkpointing.convert.machine import Inert, Machine, StandIn, plain_dict
+
+__all__ = ["Inert", "Namespace", "StandIn", "read_pickle"]
+
+_LONGEST = 200  # characters of a message that are told
+_NUMBERS = re.compile(r"[biuf][0-9]+")
 _DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
-
-
-class Inert:
-    """Stands for an object that is not rebuilt. `name` is what the pickle calls its class or function."""
-
-    name = ""
-
-    def __new__(cls, *_: Any, **__: Any) -> "Inert":
-        return object.__new__(cls)
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
-
-    def append(self, value: Any) -> None:
-        """Nothing is kept."""
-
-    def extend(self, values: Any) -> None:
-        """Nothing is kept."""
-
-    def __repr__(self) -> str:
-        return f"<{self.name}, not rebuilt>"
 
 
 class Namespace(Inert):
     """An `argparse.Namespace`, whose attributes are the entries of `values`."""
 
-    name = "argparse.Namespace"
+    __slots__ = ()
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.values: dict[str, Any] = {}
+    def __init__(self, *_: Any) -> None:
+        super().__init__("argparse.Namespace")
 
-    def __setstate__(self, state: Any) -> None:
+    def build(self, state: Any) -> None:
+        """Keep the attributes."""
         if isinstance(state, dict):
             self.values = {key: value for key, value in state.items() if isinstance(key, str)}
-
-
-class Dictionary(dict[Any, Any]):
-    """An `OrderedDict`; the attributes that a state dict has beside its entries are left out."""
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
-class StandIn:
-    """A function of ours that a pickle may call, and can change in no way."""
-
-    __slots__ = ("_function",)
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
-
-    def __setstate__(self, state: Any) -> None:
-        raise ValueError("it tries to change what stands for a function")
 
 
 class _Dtype(Inert):
     """A NumPy dtype of numbers; `text` is empty for any other."""
 
-    def __init__(self, text: Any = "", *_: Any, **__: Any) -> None:
+    __slots__ = ("text",)
+
+    def __init__(self, text: Any = "", *_: Any) -> None:
+        super().__init__("numpy.dtype")
         self.text = text if isinstance(text, str) and _NUMBERS.fullmatch(text) else ""
 
-    def __setstate__(self, state: Any) -> None:
+    def build(self, state: Any) -> None:
+        """Keep the order of bytes."""
         if isinstance(state, tuple) and len(state) > 1 and state[1] in ("<", ">") and self.text:
             self.text = state[1] + self.text.lstrip("<>")
 
@@ -93,22 +54,30 @@ class _Dtype(Inert):
 class _Array(np.ndarray[Any, Any]):
     """A NumPy array of numbers; one of anything else stays empty."""
 
-    def __setstate__(self, state: Any) -> None:
+    def build(self, state: Any) -> None:
+        """Fill it."""
         _, shape, dtype, by_columns, data = state
         if isinstance(dtype, _Dtype) and dtype.text:
-            state = (1, shape, np.dtype(dtype.text), bool(by_columns), _bytes(data))
-            super().__setstate__(state)
+            self.__setstate__((1, shape, np.dtype(dtype.text), bool(by_columns), _bytes(data)))  # type: ignore[arg-type]
 
 
 def _bytes(data: Any) -> bytes:
     """Bytes, or the text as which old pickles keep them."""
-    return data if isinstance(data, bytes) else str(data).encode("latin1")
+    if isinstance(data, str):
+        return data.encode("latin1")
+    if not isinstance(data, bytes):
+        raise ValueError(f"there is a {type(data).__name__} where bytes are expected")
+    return data
 
 
-def _encode(text: str, encoding: str) -> bytes:
+def _encode(text: Any, encoding: Any) -> bytes:
     if encoding not in ("latin1", "latin-1"):
-        raise ValueError(f"bytes are kept as {encoding!r}, where latin1 is expected")
-    return str(text).encode("latin1")
+        raise ValueError(f"bytes are kept as {reprlib.repr(encoding)}, where latin1 is expected")
+    return _bytes(text)
+
+
+def _ordered(pairs: Any = ()) -> dict[Any, Any]:
+    return plain_dict([entry for key, value in pairs for entry in (key, value)])
 
 
 def _empty_array(*_: Any) -> NDArray[Any]:
@@ -123,12 +92,13 @@ def _scalar(dtype: Any, data: Any = b"") -> Any:
 
 _ARRAYS = ("numpy.core.multiarray", "numpy._core.multiarray")
 _STAND_INS: dict[tuple[str, str], Any] = {
-    ("argparse", "Namespace"): Namespace,
-    ("collections", "OrderedDict"): Dictionary,
+    ("argparse", "Namespace"): StandIn(Namespace),
+    ("collections", "OrderedDict"): StandIn(_ordered),
     ("_codecs", "encode"): StandIn(_encode),
-    ("torch", "Size"): tuple,
-    ("numpy", "dtype"): _Dtype,
-    ("numpy", "ndarray"): "numpy.ndarray",
+    # Empty bytes in the oldest protocols.
+    **{(module, "bytes"): StandIn(lambda *_: b"") for module in ("builtins", "__builtin__")},
+    ("torch", "Size"): StandIn(tuple),
+    ("numpy", "dtype"): StandIn(_Dtype),
     **{(module, "_reconstruct"): StandIn(_empty_array) for module in _ARRAYS},
     **{(module, "scalar"): StandIn(_scalar) for module in _ARRAYS},
     # A dtype of PyTorch is its name.
@@ -136,27 +106,8 @@ _STAND_INS: dict[tuple[str, str], Any] = {
 }
 
 
-class _Reader(pickle.Unpickler):
-    def __init__(
-        self, stream: IO[bytes], stand_ins: Mapping[tuple[str, str], Any], storage: Callable[[Any], Any]
-    ) -> None:
-        super().__init__(stream, encoding="latin1")
-        self._stand_ins = {**_STAND_INS, **stand_ins}
-        self._storage = storage
-
-    def find_class(self, module: str, name: str, /) -> Any:
-        if name.endswith("Storage") and module.partition(".")[0] == "torch":
-            return name  # of whatever device
-        if (module, name) not in self._stand_ins:
-            self._stand_ins[module, name] = type("Inert", (Inert,), {"name": f"{module}.{name}"})
-        return self._stand_ins[module, name]
-
-    def persistent_load(self, identity: Any, /) -> Any:
-        return self._storage(identity)
-
-
 def _no_storage(identity: Any) -> Any:
-    raise ValueError(f"it refers to something outside of it, {identity!r}")
+    raise ValueError(f"it refers to something outside of it, {reprlib.repr(identity)}")
 
 
 def read_pickle(
@@ -169,14 +120,23 @@ def read_pickle(
     Args:
         stream: a file, or bytes in memory.
         stand_ins: what more names stand for, by module and name. A `StandIn` is called with whatever the file gives
-            it; objects that it makes refuse `__setstate__`.
+            it.
         storage: gives the object for what the pickle refers to outside of itself.
 
     Dicts, lists, tuples, text and numbers are themselves; `OrderedDict` a dict; NumPy's arrays and scalars of numbers
     are rebuilt; a `Namespace` keeps its values; dtypes of PyTorch are text ("torch.float32"). Everything else is
-    `Inert`. Raises ValueError where it cannot be read so.
+    `Inert`. Raises ValueError where it cannot be read so, or would take memory or time beyond what it is long.
     """
+    known = {**_STAND_INS, **(stand_ins or {})}
+
+    def find(module: str, name: str) -> Any:
+        if name.endswith("Storage") and module.partition(".")[0] == "torch":
+            return name  # of whatever device
+        return known.get((module, name)) or Inert(f"{module}.{name}")
+
     try:
-        return _Reader(stream, stand_ins or {}, storage).load()
+        return Machine(find, storage).run(stream)
     except Exception as error:  # a damaged or hostile pickle can fail in any way
-        raise ValueError(f"its pickled part cannot be read ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"its pickled part cannot be read ({type(error).__name__}: {str(error)[:_LONGEST]})"
+        ) from error

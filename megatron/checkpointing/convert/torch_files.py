@@ -1,18 +1,20 @@
 """Files of `torch.save`, in zip archives and in the older container, opened without running anything in them."""
 
 import dataclasses
+import io
 import math
-import os
-import zipfile
-import zlib
+import mmap
+import reprlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
 
-from megatron.checkpointing.convert.restricted import StandIn, read_pickle
+from megatron.checkpointing.convert.archive import MARK, Place, checksum_of, content_of, read_archive
+from megatron.checkpointing.convert.restricted import Inert, StandIn, read_pickle
+from megatron.checkpointing.index import shape_of, whole_numbers
 
 _STORAGES = {
     "DoubleStorage": torch.float64,
@@ -28,37 +30,31 @@ _STORAGES = {
     "UntypedStorage": torch.uint8,
 }
 _OTHER_BYTES = "it was written on a machine whose numbers begin with the highest byte"
+_LEAST_OLD = 2  # bytes
 _OLD_MAGIC, _OLD_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where a storage lies in a file: its bytes from `begin` on, and their CRC-32 where that is known."""
-
-    begin: int
-    size: int
-    checksum: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class _File:
-    """A file, and the places of its storages by key, which are found while it is opened."""
+    """A file, and the places of its storages by key; in the older container they are found behind the tensors."""
 
     path: Path
-    places: dict[str, _Place] = dataclasses.field(default_factory=dict)
+    places: dict[str, Place] = dataclasses.field(default_factory=dict)
 
     def read(self, key: str, begin: int, size: int, whole: int) -> bytearray:
-        """`size` bytes from `begin` on of a storage of `whole` bytes."""
+        """`size` bytes from `begin` on of a storage of `whole` bytes, which is verified when it is first read."""
         place = self.places.get(key)
         if place is None or place.size != whole:
             raise ValueError(f"{self.path}: the storage {key} is missing, or has not {whole} bytes")
-        content = bytearray(size)
         with open(self.path, "rb") as stream:
+            if place.checksum is not None:
+                if checksum_of(stream, place) != place.checksum:
+                    raise ValueError(f"{self.path}: the storage {key} does not match its checksum")
+                self.places[key] = dataclasses.replace(place, checksum=None)
+            content = bytearray(size)
             stream.seek(place.begin + begin)
             if stream.readinto(content) < size:
                 raise ValueError(f"{self.path}: it is cut")
-        if size == whole and place.checksum not in (None, zlib.crc32(content)):
-            raise ValueError(f"{self.path}: the storage {key} does not match its checksum")
         return content
 
 
@@ -73,9 +69,6 @@ class _Storage:
     whole: int
     first: int = 0
 
-    def __setstate__(self, state: Any) -> None:
-        raise ValueError("it tries to change a storage")
-
 
 @dataclasses.dataclass(frozen=True)
 class FileTensor:
@@ -85,9 +78,6 @@ class FileTensor:
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-
-    def __setstate__(self, state: Any) -> None:
-        raise ValueError("it tries to change a tensor after it is made")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -117,94 +107,82 @@ def read_torch_file(path: Path) -> Any:
     The values of tensors are read from the file later, when they are asked for. Raises ValueError naming the file
     where it is none of these files, damaged, or not to be read without running something in it.
     """
+    with open(path, "rb") as stream:
+        is_archive = stream.read(len(MARK)) == MARK
     try:
-        if zipfile.is_zipfile(path):
-            return _read_zip(path)
-        return _read_old(path)
-    except zipfile.BadZipFile as error:
-        raise ValueError(f"{path}: the archive is damaged ({error})") from error
+        return _read_zip(path) if is_archive else _read_old(path)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-# --- zip archives -----------------------------------------------------------------------------------------------------
-
-
 def _read_zip(path: Path) -> Any:
-    with zipfile.ZipFile(path) as archive:
-        found = [name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
-        if len(found) != 1:
-            raise ValueError("it is a zip archive, but not one of torch.save: there is no data.pkl in it")
-        folder = found[0].partition("/")[0]
-        if f"{folder}/byteorder" in archive.namelist() and archive.read(f"{folder}/byteorder") != b"little":
-            raise ValueError(_OTHER_BYTES)
-        file = _File(path, dict(_zip_places(archive, path, f"{folder}/data/")))
-        with archive.open(found[0]) as stream:
-            return _read_tensors(stream, file)
-
-
-def _zip_places(archive: zipfile.ZipFile, path: Path, folder: str) -> Iterator[tuple[str, _Place]]:
-    """The place of each entry in `folder`, by the rest of its name. None of them may be compressed."""
-    with open(path, "rb") as stream:
-        for entry in archive.infolist():
-            if not entry.filename.startswith(folder):
-                continue
-            if entry.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"{entry.filename} is compressed")
-            stream.seek(entry.header_offset + 26)  # of the lengths of name and extra field, behind which data begins
-            lengths = stream.read(4)
-            name, extra = (int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
-            begin = entry.header_offset + 30 + name + extra
-            yield entry.filename.removeprefix(folder), _Place(begin, entry.file_size, entry.CRC)
-
-
-# --- the container before PyTorch 1.6 ---------------------------------------------------------------------------------
+    entries = read_archive(path)
+    found = [name for name in entries if name.count("/") == 1 and name.endswith("/data.pkl")]
+    if len(found) != 1:
+        raise ValueError("it is a zip archive, but not one of torch.save: there is no data.pkl in it")
+    folder = found[0].partition("/")[0]
+    if f"{folder}/byteorder" in entries and content_of(path, entries[f"{folder}/byteorder"]) != b"little":
+        raise ValueError(_OTHER_BYTES)
+    data = f"{folder}/data/"
+    places = {name.removeprefix(data): place for name, place in entries.items() if name.startswith(data)}
+    return _read_tensors(io.BytesIO(content_of(path, entries[found[0]])), _File(path, places))
 
 
 def _read_old(path: Path) -> Any:
-    """Of pickles, the last of which lists the storages, and then of each storage its length as int64 and its bytes."""
-    source = _File(path)
-    storages: dict[str, _Storage] = {}
-    with open(path, "rb") as stream:
-        if stream.read(2) != b"\x80\x02":
-            raise ValueError("it is no file of torch.save")
-        stream.seek(0)
-        if read_pickle(stream) != _OLD_MAGIC or read_pickle(stream) != _OLD_PROTOCOL:
-            raise ValueError("it is no file of torch.save")
-        system = read_pickle(stream)
-        if not isinstance(system, dict) or system.get("little_endian") is not True:
-            raise ValueError(_OTHER_BYTES)
-        value = _read_tensors(stream, source, storages)
-        keys = read_pickle(stream)
-        if not isinstance(keys, list) or set(map(str, keys)) != storages.keys() or len(keys) != len(storages):
-            raise ValueError("its list of storages is not that of its tensors")
-        for key in map(str, keys):
-            count = int.from_bytes(stream.read(8), "little")
-            if count != storages[key].whole:
-                raise ValueError(f"the storage {key} has {count} elements, and {storages[key].whole} are wanted")
-            size = count * storages[key].dtype.itemsize
-            source.places[key] = _Place(stream.tell(), size)
-            stream.seek(size, os.SEEK_CUR)
-        if stream.tell() > os.fstat(stream.fileno()).st_size:
-            raise ValueError("it is cut: its last storages are missing")
+    """The container before PyTorch 1.6: pickles, the last of which lists the storages, then the storages."""
+    if path.stat().st_size < _LEAST_OLD:
+        raise ValueError("it is no file of torch.save")
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as stream:
+        # A mapping, for it gives no more bytes than there are.
+        return _read_old_stream(cast(IO[bytes], stream), path)
+
+
+def _read_old_stream(stream: IO[bytes], path: Path) -> Any:
+    source, storages = _File(path), dict[str, _Storage]()
+    if stream.read(2) != b"\x80\x02":
+        raise ValueError("it is no file of torch.save")
+    stream.seek(0)
+    if read_pickle(stream) != _OLD_MAGIC or read_pickle(stream) != _OLD_PROTOCOL:
+        raise ValueError("it is no file of torch.save")
+    system = read_pickle(stream)
+    if not isinstance(system, dict) or system.get("little_endian") is not True:
+        raise ValueError(_OTHER_BYTES)
+    value = _read_tensors(stream, source, storages)
+    keys = read_pickle(stream)
+    if not isinstance(keys, list) or set(map(str, keys)) != storages.keys() or len(keys) != len(storages):
+        raise ValueError("its list of storages is not that of its tensors")
+    position, end = stream.tell(), path.stat().st_size
+    for key in map(str, keys):
+        position = _find_old_storage(stream, position, end, storages[key])
     return value
 
 
-# --- both -------------------------------------------------------------------------------------------------------------
+def _find_old_storage(stream: IO[bytes], position: int, end: int, storage: _Storage) -> int:
+    """Note the place of a storage that begins at `position`: its length as int64, then its bytes. Returns its end."""
+    stream.seek(position)
+    count, size = int.from_bytes(stream.read(8), "little"), storage.whole * storage.dtype.itemsize
+    if count != storage.whole:
+        raise ValueError(f"the storage {storage.key} has {count} elements, and {storage.whole} are wanted")
+    if position + 8 + size > end:
+        raise ValueError("it is cut: its last storages are missing")
+    storage.source.places[storage.key] = Place(position + 8, size)
+    return position + 8 + size
 
 
 def _read_tensors(stream: IO[bytes], source: _File, storages: dict[str, _Storage] | None = None) -> Any:
     """The pickle at the stream's position; the storages that it refers to are noted in `storages`."""
 
-    def storage(identity: Any) -> _Storage | None:
+    def storage(identity: Any) -> _Storage | Inert:
         if not isinstance(identity, tuple) or len(identity) not in (5, 6) or identity[0] != "storage":
-            return None  # such as the source text of a module
+            return Inert("something outside")  # such as the source text of a module
         _, kind, key, _, count, *view = identity
-        if kind not in _STORAGES or not _is_size(count) or not str(key).isalnum():
-            raise ValueError(f"the storage {key!r} of kind {kind!r} is not one that is read here")
+        named = isinstance(key, str | int) and str(key).isalnum()
+        if not isinstance(kind, str) or kind not in _STORAGES or not _is_size(count) or not named:
+            words = f"{reprlib.repr(key)} of kind {reprlib.repr(kind)} and {reprlib.repr(count)} elements"
+            raise ValueError(f"the storage {words} is not one that is read here")
         whole = _Storage(source, str(key), _STORAGES[kind], count, count)
-        if storages is not None:
-            storages[whole.key] = whole
+        if storages is not None and storages.setdefault(whole.key, whole) != whole:
+            raise ValueError(f"the storage {key} is of two kinds")
         if not view or view[0] is None:
             return whole
         _, first, length = view[0]
@@ -231,11 +209,13 @@ def _stand_ins() -> Iterator[tuple[tuple[str, str], Any]]:
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> FileTensor:
     """A tensor by its view of a storage; ValueError where it would reach beyond it."""
-    plain = all(map(_is_size, (offset, *shape, *stride))) and len(shape) == len(stride)
-    if not isinstance(storage, _Storage) or not plain:
+    if not isinstance(storage, _Storage) or not isinstance(shape, list | tuple) or not isinstance(stride, list | tuple):
         raise ValueError("a tensor is not a view of a storage")
-    tensor = FileTensor(storage, offset, tuple(shape), tuple(stride))
-    if offset + tensor.extent > storage.count or math.prod(shape) > storage.count:
+    (start,) = whole_numbers([offset])
+    tensor = FileTensor(storage, start, shape_of(list(shape)), whole_numbers(list(stride)))
+    if len(shape) != len(stride):
+        raise ValueError("a tensor has not a stride for each dimension")
+    if start + tensor.extent > storage.count or math.prod(shape) > storage.count:
         raise ValueError(f"a tensor of {tensor.shape} reaches beyond its storage of {storage.count} elements")
     return tensor
 
@@ -243,8 +223,8 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> File
 def _tensor_of_bytes(storage: Any, offset: Any, shape: Any, stride: Any, _: Any, __: Any, dtype: Any, *___: Any) -> Any:
     """A tensor whose storage is bytes, of a dtype that is told beside it; None for one that is not read here."""
     known = {str(dtype): dtype for dtype in _STORAGES.values()}
-    if not isinstance(storage, _Storage) or dtype not in known:
-        return None
+    if not isinstance(storage, _Storage) or not isinstance(dtype, str) or dtype not in known:
+        return Inert("torch.Tensor")
     size = known[dtype].itemsize
     typed = dataclasses.replace(storage, dtype=known[dtype], count=storage.count // size, whole=storage.whole // size)
     return _tensor(typed, offset, shape, stride)
@@ -256,4 +236,4 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 def _with_attributes(function: Any, _: Any, args: Any, *__: Any) -> Any:
     """A tensor without the attributes that were set on it."""
-    return function(*args) if isinstance(function, StandIn) else None
+    return function(*args) if isinstance(function, StandIn) else Inert("torch.Tensor")
