@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron import mpu
+from megatron.data.identity import SetPart
 from megatron.tasks.examples import ExampleSet
 
 
@@ -52,7 +53,7 @@ class Epochs:
         self._epochs = epochs
         self._seed = seed
         self._length = batch * iterations_per_epoch(len(examples), batch, keep_last=keep_last)
-        self._report = list(report)
+        self._report = report
         self._order = functools.lru_cache(maxsize=2)(self._drawn_order)
 
     def __len__(self) -> int:
@@ -71,9 +72,13 @@ class Epochs:
         vars(self).update(state)
         self._order = functools.lru_cache(maxsize=2)(self._drawn_order)
 
+    def identity(self) -> list[SetPart]:
+        """What it draws from, to tell from other examples."""
+        return [self._examples.identity()]
+
     def report(self) -> list[str]:
-        """Lines that tell what it is."""
-        return self._report
+        """Lines that tell what it is: what is in `report` by now."""
+        return list(self._report)
 
     def _drawn_order(self, epoch: int) -> NDArray[np.int64]:
         """A permutation of the numbers of the examples."""

@@ -1,15 +1,18 @@
 """MNLI and QQP from the tab-separated files of GLUE (Wang et al., arXiv:1804.07461): two sentences and a class."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron.base.complaints import raise_joined
+from megatron.base.words import counted
 from megatron.data.bert_dataset import shortened
+from megatron.model import BertForClassification
 from megatron.tasks.examples import Example, room_for_pair
+from megatron.tasks.task import Files, Task
 from megatron.tokenizer import Tokenizer
 
 
@@ -47,26 +50,26 @@ class Line(NamedTuple):
     label: int
 
 
-def read_lines(paths: Sequence[str], layout: Layout, flag: str, *, skip_malformed: bool = False) -> list[Line]:
+def read_lines(files: Files, layout: Layout) -> list[Line]:
     """The lines of files, in order. A quote is a character like any other.
 
-    Raises `ConfigError` with a sentence that names the first line which is not as it should be, of each file; `flag` is
-    what named the files. With `skip_malformed` lines with another number of columns than the first one are left out, as
-    the published train.tsv of QQP has a few.
+    Raises `ConfigError` with a sentence that names the first line which is not as it should be, of each file. Where
+    malformed lines are left out, those with another number of columns than the first one are meant, of which the
+    published train.tsv of QQP has a few.
     """
     found: list[Line] = []
     problems: list[str] = []
-    for path in paths:
+    for path in files.paths:
         before = len(found)
         try:
-            found += _lines_of(Path(path), layout, skip_malformed)
+            found += _lines_of(Path(path), layout, files.leave_out)
         except OSError as error:
-            problems.append(f"{flag} {path}: it cannot be read: {error.strerror or error}")
+            problems.append(f"{files.flag} {path}: it cannot be read: {error.strerror or error}")
         except ValueError as error:
-            problems.append(f"{flag} {error}")
+            problems.append(f"{files.flag} {error}")
         else:
             if len(found) == before:
-                problems.append(f"{flag} {path}: there are no lines in it behind that of the columns' names")
+                problems.append(f"{files.flag} {path}: there are no lines in it behind that of the columns' names")
     raise_joined(problems)
     return found
 
@@ -82,7 +85,7 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
             raise ValueError(f"{path}: it is not UTF-8: {error}") from None
 
 
-def _lines_of(path: Path, layout: Layout, skip_malformed: bool) -> list[Line]:
+def _lines_of(path: Path, layout: Layout, leave_out: Callable[[str], None] | None) -> list[Line]:
     rows = _rows(path)
     _, names = next(rows, (1, []))
     wanted = (layout.key, *layout.sentences, layout.label)
@@ -90,15 +93,19 @@ def _lines_of(path: Path, layout: Layout, skip_malformed: bool) -> list[Line]:
     if missing:
         raise ValueError(f"{path}, line 1: it must name the columns, and {', '.join(missing)} are not among them")
     places = [names.index(name) for name in wanted]
-    found = []
+    found, malformed = [], []
     for number, columns in rows:
         if len(columns) == len(names):
             key, first, second, label = (columns[place] for place in places)
             found.append(Line(path.stem, key, first, second, _class_of(label, layout, f"{path}, line {number}")))
-        elif not skip_malformed:
+        elif leave_out is None:
             raise ValueError(
                 f"{path}, line {number}: it has {len(columns)} columns, and the first line names {len(names)}"
             )
+        else:
+            malformed.append(number)
+    if leave_out is not None and malformed:
+        leave_out(f"{path}: {counted(len(malformed), 'malformed line')} left out, the first is line {malformed[0]}")
     return found
 
 
@@ -122,3 +129,13 @@ def glue_examples(lines: Sequence[Line], tokenizer: Tokenizer, seq_length: int) 
         pair = (np.array(a[: kept[0]], np.int32), np.array(b[: kept[1]], np.int32))
         found.append(Example(f"{line.file}#{line.key}", line.file, line.label, (pair,)))
     return found
+
+
+def _task(layout: Layout) -> Task:
+    def read(files: Files, tokenizer: Tokenizer, seq_length: int) -> list[Example]:
+        return glue_examples(read_lines(files, layout), tokenizer, seq_length)
+
+    return Task(layout.classes, BertForClassification, {"classes": len(layout.classes)}, read)
+
+
+MNLI, QQP = (_task(LAYOUTS[name]) for name in ("MNLI", "QQP"))

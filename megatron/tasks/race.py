@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from megatron.base.complaints import raise_joined
+from megatron.model import BertForMultipleChoice
 from megatron.tasks.examples import Example, Ids
+from megatron.tasks.task import Files, Task
 from megatron.tokenizer import Tokenizer
 
 LETTERS = ("A", "B", "C", "D")
@@ -31,27 +33,26 @@ class Article:
     answers: tuple[int, ...]
 
 
-def read_articles(paths: Sequence[str], flag: str) -> list[Article]:
+def read_articles(files: Files) -> list[Article]:
     """The articles of folders, in the order of these and of the files' names.
 
     A folder holds the files itself (`RACE/dev/middle`) or has folders `middle` and `high` that do (`RACE/dev`). What
     does not end in `.txt`, or begins with a dot, is left alone. An article is named by its folder and file, `middle/1`.
-    Raises `ConfigError` with a sentence for each folder without questions and each file that is not as it should be;
-    `flag` is what named the folders.
+    Raises `ConfigError` with a sentence for each folder without questions and each file that is not as it should be.
     """
     found: list[Article] = []
     problems: list[str] = []
-    for path in paths:
-        before = len(found)
+    for path in files.paths:
+        before = len(found), len(problems)
         for file in _files(Path(path)):
             try:
                 found.append(read_article(file))
             except ValueError as error:
                 problems.append(str(error))
-        if not problems and not any(article.questions for article in found[before:]):
+        if len(problems) == before[1] and not any(article.questions for article in found[before[0] :]):
             problems.append(
-                f"{flag} {path}: there are no questions in it; it must be a folder of .txt files, or have folders "
-                "middle and high of them"
+                f"{files.flag} {path}: there are no questions in it; it must be a folder of .txt files, or have "
+                "folders middle and high of them"
             )
     raise_joined(problems)
     return found
@@ -143,3 +144,10 @@ def race_examples(articles: Sequence[Article], tokenizer: Tokenizer) -> list[Exa
 
 def _as_ids(tokenizer: Tokenizer, texts: list[str]) -> list[Ids]:
     return [np.array(ids, np.int32) for ids in tokenizer.tokenize_batch(texts)]
+
+
+def _read(files: Files, tokenizer: Tokenizer, seq_length: int) -> list[Example]:
+    return race_examples(read_articles(files), tokenizer)
+
+
+RACE = Task(LETTERS, BertForMultipleChoice, {"choices": len(LETTERS)}, _read, sequences=len(LETTERS))

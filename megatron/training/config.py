@@ -145,6 +145,11 @@ class RunConfig(ComposedConfig):
         return world_size // self.model_parallel_size
 
     @property
+    def sample_tokens(self) -> int:
+        """Tokens of a sample."""
+        return self.data.seq_length
+
+    @property
     def most_counted(self) -> int:
         """What a sample without masked tokens adds to the number that divides the loss."""
         return self.data.seq_length

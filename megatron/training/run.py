@@ -132,7 +132,7 @@ class Run:
     def workload(self) -> Workload:
         """What one sample computes."""
         peak = device_peak(self.world.device, self.config.precision.dtype)
-        return Workload(self.config.data.seq_length, *self.flops_per_sample, self.world.size, peak)
+        return Workload(self.config.sample_tokens, *self.flops_per_sample, self.world.size, peak)
 
 
 def sample_counts(config: RunConfig, ranks: int) -> SampleCounts:

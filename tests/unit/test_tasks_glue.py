@@ -9,6 +9,7 @@ import transformers
 from megatron.base.complaints import ConfigError
 from megatron.tasks.examples import ExampleSet, pair_ids
 from megatron.tasks.glue import LAYOUTS, glue_examples, read_lines
+from megatron.tasks.task import Files
 from megatron.tokenizer.fast import bert_word_piece_tokenizer
 from tests.harness.race_files import WORDS, write_tsv, write_vocabulary
 
@@ -30,7 +31,7 @@ def test_mnli_is_read_by_the_names_of_its_columns(tmp_path: Path) -> None:
     train = write_tsv(tmp_path / "train.tsv", MNLI, rows)
     names = [*MNLI[:-2], "label1", "label2", "label3", "label4", "label5", "gold_label"]
     dev = write_tsv(tmp_path / "dev_matched.tsv", names, [mnli(5, "w4", "w5", "contradiction", 5)])
-    lines = read_lines([str(train), str(dev)], LAYOUTS["MNLI"], "--train-data")
+    lines = read_lines(Files([str(train), str(dev)], "--train-data"), LAYOUTS["MNLI"])
     assert [tuple(line) for line in lines] == [
         ("train", "0", "w1", "w2", 2),
         ("train", "1", 'w1 " w3', "w2\x85\u2028", 1),
@@ -41,7 +42,7 @@ def test_mnli_is_read_by_the_names_of_its_columns(tmp_path: Path) -> None:
 def test_qqp_with_carriage_returns(tmp_path: Path) -> None:
     path = tmp_path / "dev.tsv"
     path.write_bytes(b"\t".join(n.encode() for n in QQP) + b"\r\n7\t1\t2\tw1\tw2\t1\r\n\r\n")
-    assert [tuple(line) for line in read_lines([str(path)], LAYOUTS["QQP"], "--valid-data")] == [
+    assert [tuple(line) for line in read_lines(Files([str(path)], "--valid-data"), LAYOUTS["QQP"])] == [
         ("dev", "7", "w1", "w2", 1)
     ]
 
@@ -58,7 +59,7 @@ def test_qqp_with_carriage_returns(tmp_path: Path) -> None:
 def test_a_line_that_is_wrong_is_named(tmp_path: Path, rows: list[list[str]], words: str) -> None:
     path = write_tsv(tmp_path / "train.tsv", QQP, rows)
     with pytest.raises(ConfigError) as caught:
-        read_lines([str(path)], LAYOUTS["QQP"], "--train-data")
+        read_lines(Files([str(path)], "--train-data"), LAYOUTS["QQP"])
     (problem,) = caught.value.problems
     assert problem.startswith(f"--train-data {path}") and words in problem
 
@@ -68,7 +69,7 @@ def test_files_that_are_none_are_named(tmp_path: Path) -> None:
     binary = tmp_path / "train.tsv"
     binary.write_bytes(b"id\t\xff\n")
     with pytest.raises(ConfigError) as caught:
-        read_lines([str(test), str(binary), str(tmp_path / "absent.tsv")], LAYOUTS["QQP"], "--valid-data")
+        read_lines(Files([str(test), str(binary), str(tmp_path / "absent.tsv")], "--valid-data"), LAYOUTS["QQP"])
     first, second, third = caught.value.problems
     assert "line 1: it must name the columns, and is_duplicate are not among them" in first
     assert "it is not UTF-8" in second
@@ -78,8 +79,10 @@ def test_files_that_are_none_are_named(tmp_path: Path) -> None:
 def test_malformed_lines_can_be_left_out(tmp_path: Path) -> None:
     rows = [["7", "1", "2", "w1", "w2", "1"], ["8", "1"], ["9", "1", "2", "w3", "w4", "0"]]
     path = write_tsv(tmp_path / "train.tsv", QQP, rows)
-    lines = read_lines([str(path)], LAYOUTS["QQP"], "--train-data", skip_malformed=True)
+    told: list[str] = []
+    lines = read_lines(Files([str(path)], "--train-data", told.append), LAYOUTS["QQP"])
     assert [line.key for line in lines] == ["7", "9"]
+    assert told == [f"{path}: 1 malformed line left out, the first is line 3"]
 
 
 @pytest.mark.parametrize("length", [9, 32])
@@ -90,7 +93,7 @@ def test_samples_are_those_of_transformers(tmp_path: Path, length: int) -> None:
     sizes = [(1, 9), (9, 1), (4, 5), (3, 2), (2, 3), (7, 6), (1, 1)]
     rows = [[str(i), "1", "2", " ".join(WORDS[:a]), " ".join(WORDS[9 : 9 + b]), "1"] for i, (a, b) in enumerate(sizes)]
     path = write_tsv(tmp_path / "dev.tsv", QQP, rows)
-    examples = glue_examples(read_lines([str(path)], LAYOUTS["QQP"], "--valid-data"), tokenizer, length)
+    examples = glue_examples(read_lines(Files([str(path)], "--valid-data"), LAYOUTS["QQP"]), tokenizer, length)
     samples = ExampleSet(examples, length, pair_ids(tokenizer))
     expected = theirs(
         [row[3] for row in rows],

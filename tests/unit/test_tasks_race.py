@@ -11,6 +11,7 @@ import transformers
 from megatron.base.complaints import ConfigError
 from megatron.tasks.examples import ExampleSet, pair_ids
 from megatron.tasks.race import race_examples, read_article, read_articles, with_option
+from megatron.tasks.task import Files
 from megatron.tokenizer.fast import bert_word_piece_tokenizer
 from tests.harness.race_files import write_race, write_vocabulary
 
@@ -49,9 +50,9 @@ def test_stray_files_are_left_alone(tmp_path: Path) -> None:
             put(tmp_path / "dev" / group / stray, "not json")
         (tmp_path / "dev" / group / "folder.txt").mkdir()
     put(tmp_path / "dev" / "other" / "8.txt", "not json")
-    whole = read_articles([str(tmp_path / "dev")], "--valid-data")
+    whole = read_articles(Files([str(tmp_path / "dev")], "--valid-data"))
     assert [(a.name, a.group) for a in whole] == [("middle/7", "middle"), ("high/7", "high")]
-    single = read_articles([str(tmp_path / "dev" / "high"), str(tmp_path / "dev" / "middle")], "--valid-data")
+    single = read_articles(Files([str(tmp_path / "dev" / "high"), str(tmp_path / "dev" / "middle")], "--valid-data"))
     assert sorted(single, key=lambda a: a.name, reverse=True) == whole
     assert whole[0].answers == (0, 3)
 
@@ -99,7 +100,7 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     put(tmp_path / "a" / "2.txt", GOOD)
     (tmp_path / "a" / "3.txt").write_bytes(b"\xff")
     with pytest.raises(ConfigError) as caught:
-        read_articles([str(tmp_path / "a")], "--train-data")
+        read_articles(Files([str(tmp_path / "a")], "--train-data"))
     assert len(caught.value.problems) == 2
     assert "3.txt: it cannot be read" in caught.value.problems[1]
 
@@ -110,7 +111,7 @@ def test_a_folder_without_questions_is_named(tmp_path: Path, name: str) -> None:
     put(tmp_path / "file", GOOD)
     put(tmp_path / "empty" / "1.txt", {**GOOD, "questions": [], "options": [], "answers": []})
     with pytest.raises(ConfigError, match=f"--train-data .*{name}: there are no questions in it"):
-        read_articles([str(tmp_path / name)], "--train-data")
+        read_articles(Files([str(tmp_path / name)], "--train-data"))
 
 
 @pytest.mark.parametrize("length", [12, 64])
@@ -119,7 +120,7 @@ def test_samples_are_those_of_transformers(tmp_path: Path, length: int) -> None:
     vocabulary = str(write_vocabulary(tmp_path))
     theirs = transformers.BertTokenizerFast(vocabulary, do_lower_case=True)
     tokenizer = bert_word_piece_tokenizer(vocabulary, lower_case=True)
-    articles = read_articles([str(write_race(tmp_path / "train", {"middle": 3, "high": 2}))], "--train-data")
+    articles = read_articles(Files([str(write_race(tmp_path / "train", {"middle": 3, "high": 2}))], "--train-data"))
     samples = ExampleSet(race_examples(articles, tokenizer), length, pair_ids(tokenizer))
     questions = [
         (a.text, question, options, answer)
@@ -144,7 +145,7 @@ def test_samples_are_those_of_transformers(tmp_path: Path, length: int) -> None:
 def test_a_question_that_has_no_room_is_refused(tmp_path: Path) -> None:
     tokenizer = bert_word_piece_tokenizer(str(write_vocabulary(tmp_path)), lower_case=True)
     put(tmp_path / "dev" / "high" / "1.txt", GOOD | {"questions": ["is", "the answer is the answer"]})
-    examples = race_examples(read_articles([str(tmp_path / "dev")], "--train-data"), tokenizer)
+    examples = race_examples(read_articles(Files([str(tmp_path / "dev")], "--train-data")), tokenizer)
     with pytest.raises(ValueError, match=r"--seq-length 8: high/1#1 needs at least 9, for a question"):
         ExampleSet(examples, 8, pair_ids(tokenizer))
     sample = ExampleSet(examples, 9, pair_ids(tokenizer))[1]

@@ -1,0 +1,83 @@
+"""The best epoch by its accuracy: its weights beside the run's checkpoints, and its predictions."""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron import mpu
+from megatron.checkpointing import SaveError, iterations_to_load, read_state, save_checkpoint
+from megatron.checkpointing.config import same_folder
+from megatron.checkpointing.folders import TRACKER
+from megatron.tasks.config import FinetuneConfig
+from megatron.tasks.predictions import Count, Prediction, count_correct, write_predictions
+from megatron.training.run import Run
+from megatron.training.state import layout, library_versions, model_signature
+
+_FOLDER = "best"
+
+
+class Best:
+    """Keeps the best of the evaluations that it is shown; all ranks show it the same.
+
+    Weights go to `SAVE/best`, a folder of checkpoints with one in it, without the optimizer's state. A run that goes on
+    from its own `--save` goes on with the best that stands there, as far as it is not of later iterations.
+    """
+
+    def __init__(self, config: FinetuneConfig) -> None:
+        save = config.checkpoint.save
+        self._folder = None if save is None else os.path.join(save, _FOLDER)
+        self._predictions_file = config.task.predictions_file
+        self.correct = -1
+        if self._folder is not None and same_folder(save, config.checkpoint.load):
+            iterations = iterations_to_load(config.checkpoint)
+            self.correct = _kept(self._folder, iterations[0]) if iterations else -1
+
+    def offer(self, run: Run, epoch: int, predictions: Sequence[Prediction]) -> bool:
+        """Keep the model as it is now if more is right than ever before; whether it is.
+
+        Collective as `save_checkpoint`. A failure to write is told, and is no reason to stop.
+        """
+        count = count_correct(predictions)["all"]
+        if count.correct <= self.correct:
+            return False
+        self.correct = count.correct
+        try:
+            if self._folder is not None:
+                self._save(run, self._folder, epoch, count)
+            if self._predictions_file is not None and run.world.reports:
+                write_predictions(self._predictions_file, predictions)
+        except (SaveError, OSError) as error:
+            run.audience.on_message(f"the best epoch could not be kept: {error}")
+        return True
+
+    def _save(self, run: Run, folder: str, epoch: int, count: Count) -> None:
+        trainee = run.trainee
+        weights = {name: held for name, held in trainee.written().items() if not name.startswith("optimizer.")}
+        state = {
+            "model": model_signature(trainee.model),
+            "config": dataclasses.asdict(run.config),
+            "versions": library_versions(),
+            "best": {"iteration": trainee.state.iteration, "epoch": epoch, **count._asdict()},
+        }
+        save_checkpoint(
+            folder,
+            trainee.state.iteration,
+            weights,
+            state,
+            trainee.own_tensors(),
+            rank=run.world.rank,
+            world_size=run.world.size,
+            layout=layout(),
+            tensor_rank=mpu.get_tensor_model_parallel_rank(),
+            keep_last=1,
+        )
+        run.audience.on_message(f"epoch {epoch} is the best so far, its weights are in {folder}")
+
+
+def _kept(folder: str, loaded: int) -> int:
+    """What the best in `folder` had right, -1 where there is none of the first `loaded` iterations."""
+    if not (Path(folder) / TRACKER).is_file():
+        return -1
+    best = read_state(folder).get("best", {})
+    return int(best["correct"]) if best.get("iteration", loaded + 1) <= loaded else -1
