@@ -19,9 +19,6 @@ from hypothesis import strategies as st
 from megatron.checkpointing.convert.restricted import read_pickle
 from megatron.checkpointing.convert.safetensors_files import read_safetensors
 from megatron.checkpointing.convert.torch_files import FileTensor, read_torch_file
-from tests.harness.classic_files import Layout, write_classic
-from tests.unit.test_convert_classic import ARGS, CONFIG, convert, edited, random
-from tools import convert_checkpoint
 
 HEAD = b"\x80\x02"
 TEXT = b"X" + struct.pack("<I", 100_000) + b"a" * 100_000
@@ -263,85 +260,3 @@ def test_headers_that_are_no_header(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "file").write_bytes(safetensors(text))
     with pytest.raises(ValueError, match="file: its header cannot be read"):
         read_safetensors(tmp_path / "file")
-
-
-# --- wrong kinds ------------------------------------------------------------------------------------------------------
-
-
-def state_of(record: dict[str, Any]) -> dict[Any, Any]:
-    return record["optimizer"]["state"]
-
-
-def flag(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda record: setattr(record["args"], name, value)
-
-
-WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "flags": (lambda r: r.update(args={"num_layers": 2}), "args is 'dict'"),
-    "flags of another class": (lambda r: r.update(args=Path("x")), "args is"),
-    "iteration": (lambda r: r.update(iteration="7"), "iteration is '7'"),
-    "huge iteration": (lambda r: r.update(iteration=2**80), "iteration is"),
-    "version": (lambda r: r.update(checkpoint_version=float("inf")), "checkpoint_version is inf"),
-    "model": (lambda r: r.update(model=[torch.ones(2)]), "model is a list"),
-    "model that is a tensor": (lambda r: r.update(model=torch.ones(2)), "model is a FileTensor"),
-    "part of the model": (lambda r: r["model"].update(language_model=3), "language_model. is a int"),
-    "name": (lambda r: r["model"].update({3: torch.ones(2)}), "a name in model is a int"),
-    "name with a line": (lambda r: r["model"].update({"a\nb": torch.ones(2)}), "is no name of a tensor"),
-    "same name": (lambda r: r["model"].update({"language_model.a": torch.ones(2), "a": torch.ones(2)}), "two tensors"),
-    "dimensions": (lambda r: r["model"].update(a=torch.ones(1, 2, 3)), "must be a vector or a matrix"),
-    "number for a tensor": (lambda r: r["model"].update(a=torch.tensor(1.0)), "must be a vector or a matrix"),
-    "heads": (flag("num_attention_heads", "4"), "num_attention_heads is '4'"),
-    "epsilon": (flag("layernorm_epsilon", [1]), "layernorm_epsilon is"),
-    "samples": (flag("consumed_train_samples", 1.5), "consumed_train_samples is 1.5"),
-    "steps of the schedule": (lambda r: r.update(lr_scheduler={"num_steps": "x"}), "num_steps is 'x'"),
-    "optimizer": (lambda r: r.update(optimizer=[1]), "it is 'list'"),
-    "groups": (lambda r: r["optimizer"].update(param_groups={}), "param_groups is 'dict'"),
-    "no groups": (lambda r: r["optimizer"].pop("param_groups"), "param_groups is 'NoneType'"),
-    "numbers": (lambda r: r["optimizer"]["param_groups"][0].update(params=["a"]), "params is 'str'"),
-    "state": (lambda r: state_of(r).update({0: [1]}), "state of 0 is 'list'"),
-    "moment": (lambda r: state_of(r)[0].update(exp_avg=3), "is 'int' where a tensor"),
-    "step": (lambda r: state_of(r)[0].update(step=torch.ones(2)), "must be one number"),
-    "infinite step": (lambda r: state_of(r)[0].update(step=torch.tensor(float("inf"))), "there is inf"),
-    "scale": (lambda r: r["optimizer"].update(grad_scaler={"scale": torch.ones(2)}), "must be one number"),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_kinds_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
-    change, words = WRONG[what]
-    write_classic(tmp_path / "theirs", CONFIG, random(1), Layout(), ARGS, {"exp_avg": random(2)})
-    edited(tmp_path / "theirs/iter_0000007/mp_rank_00/model_optim_rng.pt", change)
-    assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
-    complaint = capsys.readouterr().err
-    assert words in complaint and "iter_0000007" in complaint
-    assert len(complaint.strip().splitlines()) == 1 and len(complaint) < 500
-
-
-def test_a_folder_of_a_rank_far_away_is_no_long_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_classic(tmp_path / "theirs", CONFIG, random(1), Layout(), ARGS)
-    (tmp_path / f"theirs/iter_0000007/mp_rank_{10**12}").mkdir()
-    assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
-    assert "the folder of tensor rank 1, pipeline rank 0 is missing" in capsys.readouterr().err
-
-
-GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 4}
-CONFIGS: dict[str, tuple[Any, str]] = {
-    "layers": ({**GPT2, "n_layer": 10**9}, "num_layers 1000000000 is more"),
-    "many layers": ({**GPT2, "n_layer": 10**6}, "num_layers 1000000 is more than there are tensors"),
-    "width": ({**GPT2, "n_embd": 2**40}, "hidden_size 1099511627776 is more"),
-    "text": ({**GPT2, "n_head": "2"}, "num_attention_heads is '2'"),
-    "nothing": ({**GPT2, "n_head": None}, "num_attention_heads is None"),
-    "activation": ({**GPT2, "activation_function": ["gelu"]}, "activation_function ['gelu']"),
-    "type": ({**GPT2, "model_type": {"a": 1}}, "model_type {'a': 1}"),
-}
-
-
-@pytest.mark.parametrize("what", CONFIGS)
-def test_configs_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
-    config, words = CONFIGS[what]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    torch.save({"wte.weight": torch.ones(9, 8)}, tmp_path / "pytorch_model.bin")
-    asked = ["--from", "hf", "--to", "native", "--load", str(tmp_path), "--save", str(tmp_path / "ours")]
-    assert convert_checkpoint.main(asked) == 2
-    complaint = capsys.readouterr().err
-    assert words in complaint and "config.json" in complaint and len(complaint.strip().splitlines()) == 1
