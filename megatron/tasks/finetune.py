@@ -1,23 +1,22 @@
 """Fine-tuning: `pretrain` over epochs of examples, with an evaluation of all of them after each."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
 
 from megatron import mpu
-from megatron.base.complaints import raise_joined
 from megatron.checkpointing import iterations_to_load
 from megatron.model import BertEncoder, build_bert
 from megatron.tasks.best import Best
-from megatron.tasks.config import FinetuneConfig, TaskScheduleConfig
-from megatron.tasks.epochs import Epochs, iterations_per_epoch
-from megatron.tasks.examples import Example, ExampleSet, pair_ids
+from megatron.tasks.config import FinetuneConfig
+from megatron.tasks.epochs import Epochs
+from megatron.tasks.examples import ExampleSet
 from megatron.tasks.predictions import count_correct, count_words
 from megatron.tasks.pretrained import load_encoder
+from megatron.tasks.reading import read_sets
+from megatron.tasks.resolving import resolved
 from megatron.tasks.scoring import forward_step, predictions_of, score
-from megatron.tasks.task import Files
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer import build_tokenizer
 from megatron.training.failure import mistakes
 from megatron.training.flops import flops_per_sample
 from megatron.training.loop import pretrain
@@ -108,76 +107,15 @@ class Finetuning:
         return {"epoch": epoch, "loss": loss, "accuracy": counts["all"].accuracy, **groups}
 
 
-def resolved(config: FinetuneConfig, examples: int, ranks: int, iteration: int) -> FinetuneConfig:
-    """The config of a run over `examples` examples, whose iterations are now known, that begins behind `iteration`.
-
-    A run that only evaluates has no iterations, takes the weights of `--load` alone and saves nothing. One that goes on
-    at the end of an epoch evaluates first: it may have been ended before it could. Raises `ConfigError`.
-    """
-    batch = config.batch_schedule(ranks).global_batch_size
-    each = iterations_per_epoch(examples, batch, keep_last=config.task.keep_last)
-    if config.task.only_evaluates:
-        total, each = 0, 1
-        checkpoint = dataclasses.replace(config.checkpoint, save=None, save_interval=None, finetune=True)
-        config = dataclasses.replace(config, schedule=_without_warm_up(config.schedule))
-    else:
-        total = each * (config.task.epochs or 0)
-        checkpoint = dataclasses.replace(config.checkpoint, keep_last=config.checkpoint.keep_last_checkpoints)
-    if each == 0:
-        raise ValueError(
-            f"--global-batch-size {batch}: --train-data has only {examples} examples, give a smaller one, or "
-            "--keep-last to train on what fills no batch"
-        )
-    at_end_of_epoch = iteration > 0 and iteration % each == 0
-    training = dataclasses.replace(
-        config.training,
-        train_iters=total,
-        eval_interval=each,
-        eval_at_start=config.training.eval_at_start or at_end_of_epoch,
-    )
-    whole = dataclasses.replace(config, training=training, checkpoint=checkpoint)
-    raise_joined(whole.combination_problems(ranks))
-    return whole
-
-
-def _without_warm_up(schedule: TaskScheduleConfig) -> TaskScheduleConfig:
-    return dataclasses.replace(schedule, lr_warmup_iters=0, lr_warmup_samples=0, lr_warmup_fraction=None)
-
-
-def _read(config: FinetuneConfig, tokenizer: Tokenizer, report: list[str]) -> tuple[ExampleSet, ExampleSet]:
-    """The examples of training and validation; the same ones where nothing is trained."""
-    task, length, ids = config.task, config.data.seq_length, pair_ids(tokenizer)
-    leave_out = report.append if task.skip_malformed_lines else None
-    reading = {"validation": Files(task.valid_data, "--valid-data")}
-    if not task.only_evaluates:
-        reading["training"] = Files(task.train_data or (), "--train-data", leave_out)
-    sets = {}
-    for name, files in reading.items():
-        examples = config.chosen.read(files, tokenizer, length)
-        sets[name] = ExampleSet(examples, length, ids)
-        report.append(f"{name}: {len(examples):,} examples of {task.task} from {' '.join(files.paths)}")
-    _check_names(sets["validation"].examples)
-    return sets.get("training", sets["validation"]), sets["validation"]
-
-
-def _check_names(examples: Sequence[Example]) -> None:
-    """Raise ValueError where two examples have one name, so that a prediction would not say whose it is."""
-    names: set[str] = set()
-    for example in examples:
-        if example.name in names:
-            raise ValueError(f"--valid-data: {example.name} is there twice: give each folder and each question once")
-        names.add(example.name)
-
-
 def finetune(config: FinetuneConfig, observers: Sequence[Observer] = ()) -> Trainee:
     """Fine-tune as `config` says, on every rank of the launcher's world alike; errors as of `pretrain`."""
     report: list[str] = []
     with mistakes():
         tokenizer = build_tokenizer(config.tokenizer)
-        training, validation = _read(config, tokenizer, report)
+        training, validation = read_sets(config, tokenizer, report)
         iterations = iterations_to_load(config.checkpoint)
-        begins = not iterations or config.checkpoint.finetune or config.task.only_evaluates
-        config = resolved(config, len(training), world_size(), 0 if begins else iterations[0])
+        begins = config.checkpoint.finetune or config.task.only_evaluates
+        config = resolved(config, len(training), world_size(), iterations[0] if iterations and not begins else 0)
         work = Finetuning(config, training, validation, tokenizer.vocab_size, bool(iterations), report)
     flops, executed = flops_per_sample(config, _NO_VOCABULARY)
     sequences = config.chosen.sequences

@@ -89,6 +89,22 @@ def test_a_glue_line_is_named_with_its_columns(capsys: pytest.CaptureFixture[str
     assert told == ["--valid-data: dev#1 is there twice: give each folder and each question once"]
 
 
+def test_a_run_goes_on_with_epochs_of_the_same_length(capsys: pytest.CaptureFixture[str], race: Path) -> None:
+    saved = {"save": race / "saved", "keep_last": True}
+    main.main(task_flags("RACE", race, **saved, exit_interval=1))
+    going_on = saved | {"load": race / "saved"}
+    told = complaints(capsys, task_flags("RACE", race, **going_on, micro_batch_size=1, global_batch_size=2))
+    assert told == [
+        f"--load {race / 'saved'}: its epochs have 1 iterations, and here they have 2: go on with its --train-data, "
+        "--global-batch-size and --keep-last, or --finetune to begin anew with its weights"
+    ]
+    main.main(task_flags("RACE", race, **going_on))
+    told = complaints(capsys, task_flags("RACE", race, **going_on, epochs=1))
+    assert told == [
+        f"--epochs 1: they are 1 iterations, and the checkpoint in {race / 'saved'} is of iteration 2 already"
+    ]
+
+
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16}
 Make = Callable[[TransformerConfig, int], Any]
 
