@@ -1,8 +1,8 @@
 """Convert checkpoints: `convert_checkpoint.py --from hf|megatron|native --to native|hf --load DIR --save DIR`.
 
-`hf` is a folder of Hugging Face's with a GPT-2, `megatron` one of Megatron-LM's classic checkpoints, at any numbers of
-tensor and pipeline ranks, `native` one of this library, which a run at any layout can load. It says what has become of
-each tensor, and refuses to leave any out. Nothing in a file that is read is run.
+`hf` is a folder of Hugging Face's with a GPT-2 or a BERT, `megatron` one of Megatron-LM's classic checkpoints, at any
+numbers of tensor and pipeline ranks, `native` one of this library, which a run at any layout can load. It says what has
+become of each tensor, and refuses to leave any out. Nothing in a file that is read is run.
 """
 
 import dataclasses
@@ -16,23 +16,26 @@ import torch
 
 from megatron.base.complaints import raise_joined
 from megatron.base.compose import ComposedConfig, make_section, section_types
-from megatron.base.config import Config, choice_problems, flag, flag_name, minimum_problems
+from megatron.base.config import Config, choice_problems, flag, flag_fields, flag_name, minimum_problems
 from megatron.checkpointing.convert import (
+    ModelKind,
     Told,
     Transfer,
+    classic_bert,
     classic_gpt,
     from_classic,
     from_hugging_face,
     from_native,
+    hugging_face_bert_model,
     hugging_face_gpt,
     native_logits,
     to_hugging_face,
     to_native,
 )
-from megatron.model import TransformerConfig
 from megatron.tokenizer import TokenizerConfig, build_tokenizer
 from megatron.tokenizer.folders import copied_files, describe_for_hugging_face, find_tokenizer, special_ids
 from megatron.training.arguments import parse_composed
+from megatron.training.bert import BertRunConfig
 from megatron.training.config import RunConfig
 from megatron.training.failure import print_problems
 
@@ -122,7 +125,7 @@ def convert(asked: ConvertConfig) -> None:
 def _read(asked: ConvertConfig, told: Told) -> Transfer:
     directory = Path(asked.load)
     if asked.from_ == "megatron":
-        return from_classic(directory, told, section_types(RunConfig))
+        return from_classic(directory, told, run_sections)
     if asked.from_ == "hf":
         return from_hugging_face(directory, told)
     return from_native(directory, told.step, told.optimizer)
@@ -164,12 +167,15 @@ def _write_native(asked: ConvertConfig, transfer: Transfer, tokenizer: Tokenizer
     sections: dict[str, Mapping[str, Any]] = {**transfer.sections, "tokenizer": dataclasses.asdict(kept)}
     sections["precision"] = {**sections.get("precision", {}), **_format(transfer.dtype)}
     folder = to_native(dataclasses.replace(transfer, sections=sections), Path(asked.save), asked.from_)
-    print(f"saved to {folder}; flags for pretrain_gpt.py:")
-    needed = ("model", "tokenizer", "precision")
-    words = [word for name in needed for word in flag_words(name, sections.get(name, {}))]
+    if transfer.kind.name not in ("gpt", "bert"):
+        print(f"saved to {folder}; a task begins with it by --pretrained-checkpoint {asked.save}")
+        return
+    kinds, needed = run_sections(transfer.kind), ("model", "tokenizer", "precision", "bert")
+    print(f"saved to {folder}; flags for pretrain_{transfer.kind.name}.py:")
+    words = [word for name in needed if name in sections for word in flag_words(kinds[name], sections[name])]
     goes_on = transfer.optimizer is not None
     print(" ", shlex.join([*words, "--load", asked.save, *([] if goes_on else ["--finetune"])]))
-    rest = [word for name, values in sections.items() if name not in needed for word in flag_words(name, values)]
+    rest = [word for name, values in sections.items() if name not in needed for word in flag_words(kinds[name], values)]
     if goes_on and rest:
         print("and to go on as it was trained, with --data-path and batch sizes as they are now:")
         print(" ", shlex.join(rest))
@@ -181,10 +187,15 @@ def _format(dtype: torch.dtype) -> dict[str, Any]:
     return {"fp16": dtype == torch.float16, "bf16": dtype == torch.bfloat16, "params_dtype": full}
 
 
-def flag_words(section: str, values: Mapping[str, Any]) -> list[str]:
+def run_sections(kind: ModelKind) -> dict[str, type[Config]]:
+    """The sections of the config of a run of that model."""
+    return section_types(BertRunConfig if kind.is_bert else RunConfig)
+
+
+def flag_words(section: type[Config], values: Mapping[str, Any]) -> list[str]:
     """The command line for those values of a section of a run's config that are not its defaults."""
     words: list[str] = []
-    for field in dataclasses.fields(section_types(RunConfig)[section]):
+    for field in flag_fields(section):
         value = values.get(field.name)
         if value is None or value == field.default:
             continue
@@ -200,8 +211,8 @@ def _check(asked: ConvertConfig, transfer: Transfer) -> None:
     """Raise ValueError where source and result do not compute the same."""
     length = min(transfer.config.max_position_embeddings, 64)
     tokens = torch.randint(transfer.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
-    source = _logits(asked.from_, asked.load, asked.ckpt_step, transfer.config, tokens)
-    result = _logits(asked.to, asked.save, None, transfer.config, tokens)
+    source = _logits(asked.from_, asked.load, asked.ckpt_step, transfer, tokens)
+    result = _logits(asked.to, asked.save, None, transfer, tokens)
     both = min(source.shape[-1], result.shape[-1])  # one of them may be without padding
     source, result = source[..., :both], result[..., :both]
     off, scale = (source - result).abs().max().item(), source.abs().max().item()
@@ -212,14 +223,15 @@ def _check(asked: ConvertConfig, transfer: Transfer) -> None:
     print(words)
 
 
-def _logits(
-    kind: str, directory: str, step: int | None, config: TransformerConfig, tokens: torch.Tensor
-) -> torch.Tensor:
+def _logits(program: str, directory: str, step: int | None, transfer: Transfer, tokens: torch.Tensor) -> torch.Tensor:
     """In float32, by our model or for a foreign format by its plain reference; with columns of padding rows."""
-    path = Path(directory)
-    if kind == "native":
+    path, config, kind = Path(directory), transfer.config, transfer.kind
+    if program == "native":
         return native_logits(path, tokens, step)
-    model = classic_gpt(path, config, step) if kind == "megatron" else hugging_face_gpt(path, config)
+    if program == "megatron":
+        classic = classic_bert(path, config, kind, step) if kind.is_bert else classic_gpt(path, config, step)
+        return classic.logits(tokens)
+    model = hugging_face_bert_model(path, config, kind) if kind.is_bert else hugging_face_gpt(path, config)
     return model.logits(tokens)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from megatron.tokenizer.config import NEEDED, TokenizerConfig
 from megatron.tokenizer.protocol import Tokenizer
 
-_VOCABULARY, _MERGES, _WHOLE = "vocab.json", "merges.txt", "tokenizer.json"
+_VOCABULARY, _MERGES, _WHOLE, _PIECES = "vocab.json", "merges.txt", "tokenizer.json", "vocab.txt"
+_DESCRIPTION = "tokenizer_config.json"
 
 
 def find_tokenizer(directory: Path) -> TokenizerConfig | None:
@@ -17,9 +18,21 @@ def find_tokenizer(directory: Path) -> TokenizerConfig | None:
     if (directory / _VOCABULARY).is_file() and (directory / _MERGES).is_file():
         vocabulary, merges = str(directory / _VOCABULARY), str(directory / _MERGES)
         return TokenizerConfig("GPT2BPETokenizer", vocab_file=vocabulary, merge_file=merges)
+    if (directory / _PIECES).is_file():
+        return TokenizerConfig(_word_pieces(directory), vocab_file=str(directory / _PIECES))
     if (directory / _WHOLE).is_file():
         return TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(directory / _WHOLE))
     return None
+
+
+def _word_pieces(directory: Path) -> str:
+    """The type of the tokenizer whose `vocab.txt` is there: it lowers letters unless its description says no."""
+    try:
+        described = json.loads((directory / _DESCRIPTION).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        described = {}
+    lowers = not isinstance(described, dict) or described.get("do_lower_case", True)
+    return "BertWordPieceLowerCase" if lowers else "BertWordPieceCase"
 
 
 def _files(config: TokenizerConfig) -> dict[str, Path]:
@@ -54,10 +67,13 @@ def describe_for_hugging_face(config: TokenizerConfig, directory: Path, longest:
     """
     names = {"vocab_file": _VOCABULARY, "merge_file": _MERGES, "tokenizer_model": _WHOLE}
     kinds = {"GPT2BPETokenizer": "GPT2Tokenizer", "HuggingFaceTokenizer": "PreTrainedTokenizerFast"}
+    kinds |= {"BertWordPieceLowerCase": "BertTokenizer", "BertWordPieceCase": "BertTokenizer"}
     if config.tokenizer_type not in kinds:
         return [f"no tokenizer is written: --tokenizer-type {config.tokenizer_type} has no form there"]
+    described: dict[str, Any] = {"tokenizer_class": kinds[config.tokenizer_type], "model_max_length": longest}
+    if described["tokenizer_class"] == "BertTokenizer":
+        names["vocab_file"], described["do_lower_case"] = _PIECES, config.tokenizer_type == "BertWordPieceLowerCase"
     for name, path in _files(config).items():
         shutil.copyfile(path, directory / names[name])
-    described = {"tokenizer_class": kinds[config.tokenizer_type], "model_max_length": longest}
-    (directory / "tokenizer_config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
+    (directory / _DESCRIPTION).write_text(json.dumps(described, indent=2), encoding="utf-8")
     return []

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.model import TransformerConfig
 
-_BY_ROWS = ("word_embeddings.weight", "query_key_value", "dense_h_to_4h")
+_BY_ROWS = ("word_embeddings.weight", "query_key_value", "dense_h_to_4h", "lm_head.bias")
 _BY_COLUMNS = ("self_attention.dense.weight", "dense_4h_to_h.weight")
 _AXES = {0: (1, 0, 2), 1.0: (0, 2, 1), 2.0: (0, 1, 2), 3.0: (0, 1, 2)}  # of [n, 3, d]
 
@@ -66,7 +66,7 @@ def write_classic(
     """Write an iteration below `directory`.
 
     Args:
-        config, weights: a GPT by our names. 16-bit weights get master weights if `moments` has `master_weight`.
+        config, weights: a GPT or BERT by our names. 16-bit weights get master weights if `moments` has `master_weight`.
         args: what the flags were beside those of the model and the layout.
         moments: for each kind of the optimizer's state a tensor for each weight; None for no optimizer. Where there
             are master weights alone, it has not taken a step yet.
@@ -123,7 +123,8 @@ def _chunk(
     """What one stage has on one tensor rank, by classic names."""
     stages = layout.pipeline * layout.virtual
     stage, each = chunk * layout.pipeline + pipeline, config.num_layers // stages
-    found = {}
+    found: dict[str, Tensor] = {}
+    heads: dict[str, Tensor] = {}
     for name, values in whole.items():
         head, _, rest = name.partition(".")
         if head == "embedding" and stage == 0:
@@ -134,14 +135,16 @@ def _chunk(
                 found[f"encoder.layers.{int(number) % each}.{part}"] = _cut(config, name, values, layout, tensor)
         elif rest.startswith("final_layernorm") and stage == stages - 1:
             found[f"encoder.{rest}"] = values.clone()
+        elif head not in ("embedding", "transformer") and stage == stages - 1:
+            (found if head == "pooler" else heads)[name] = _cut(config, name, values, layout, tensor)
     if stages > 1 and stage == stages - 1:
         words = "embedding.word_embeddings.weight"
         found["word_embeddings_for_head.weight"] = _cut(config, words, whole[words], layout, tensor)
-    return found
+    return found | heads
 
 
 def _cut(config: TransformerConfig, name: str, values: Tensor, layout: Layout, tensor: int) -> Tensor:
-    if "word_embeddings" in name:
+    if "word_embeddings" in name or name == "lm_head.bias":
         values = torch.cat([values, values.new_full((layout.padded - len(values), *values.shape[1:]), 7)])
     if any(part in name for part in _BY_ROWS):
         values = values.chunk(layout.tensor, 0)[tensor]
@@ -166,7 +169,7 @@ def _nested(chunk: Mapping[str, Tensor], old: bool) -> dict[str, Any]:
             spelt = rest.replace("self_attention", "attention") if old else rest
             model["language_model"].setdefault("transformer" if old else "encoder", {})[spelt] = values
         else:
-            model[head] = {rest: values}
+            (model["language_model"] if head == "pooler" else model).setdefault(head, {})[rest] = values
     return model
 
 

@@ -1,6 +1,7 @@
 """The optimizer of a classic checkpoint: its tensors, which have numbers, under the names of the parameters."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ _INNER = ("optimizer", "optimizer_state_dict")
 _ADAM = ("exp_avg", "exp_avg_sq")
 _KINDS = (*_ADAM, "momentum_buffer")
 _MASTER = "master_weight"
+_HEADS = ("lm_head.", "binary_head.", "classification_head.", "multichoice_head.")
 
 # A parameter: the number of its chunk, and its name in it.
 _Place = tuple[int, str]
@@ -128,18 +130,25 @@ def _places(file: ClassicFile, states: Sequence[Mapping[str, FileTensor]]) -> li
 def _orders(file: ClassicFile) -> Iterator[list[_Place]]:
     """Orders of the parameters: those that are decayed (matrices) before the others, in all chunks or in each.
 
-    The copy of the word embeddings is behind or before the rest of its chunk.
+    The copy of the word embeddings is behind or before the rest of its chunk, or between the transformer and its heads.
     """
-    for copy_first, apart in itertools.product((False, True), (False, True)):
+    for copy_first, apart in itertools.product((False, True, None), (False, True)):
         chunks = []
         for number, chunk in enumerate(file.chunks):
-            names = sorted(chunk, key=lambda name: (name == COPY) != copy_first)
+            names = sorted(chunk, key=functools.partial(_rank_of, copy_first))
             decayed = [(number, name) for name in names if len(chunk[name].shape) > 1]
             chunks.append((decayed, [(number, name) for name in names if len(chunk[name].shape) <= 1]))
         if apart:
             yield [place for both in chunks for places in both for place in places]
         else:
             yield [place for part in (0, 1) for both in chunks for place in both[part]]
+
+
+def _rank_of(copy_first: bool | None, name: str) -> int:
+    """What to sort the names of a chunk by: the copy of the word embeddings behind, before or (None) among them."""
+    if copy_first is None:
+        return 1 if name == COPY else 2 * name.startswith(_HEADS)
+    return int((name == COPY) != copy_first)
 
 
 def _number(value: Any) -> float:

@@ -25,8 +25,20 @@ _WORDS, _POSITIONS, _OUTPUT = (
 
 def classic_entries(config: TransformerConfig) -> Iterator[Entry]:
     """Each tensor of a GPT in a classic checkpoint, with the layers numbered through the whole model."""
+    yield from vocabulary_entries()
+    yield from layer_entries(config)
+    if config.untie_embeddings_and_output_weights:
+        yield Entry(_OUTPUT, _OUTPUT, split_dim=0, vocabulary=True)
+
+
+def vocabulary_entries() -> Iterator[Entry]:
+    """Word and position embeddings in a classic checkpoint."""
     yield Entry(_WORDS, _WORDS, split_dim=0, vocabulary=True)
     yield Entry(_POSITIONS, _POSITIONS)
+
+
+def layer_entries(config: TransformerConfig) -> Iterator[Entry]:
+    """The tensors of all layers in a classic checkpoint, and of the norm after them."""
     for layer in range(config.num_layers):
         for stem, _, cut, cuts_bias in _LAYER:
             ours, theirs = f"transformer.layers.{layer}.{stem}", f"encoder.layers.{layer}.{stem}"
@@ -35,8 +47,6 @@ def classic_entries(config: TransformerConfig) -> Iterator[Entry]:
             yield Entry(f"{ours}.bias", f"{theirs}.bias", 0 if cuts_bias else None, fused=fused)
     for kind in ("weight", "bias"):
         yield Entry(f"transformer.final_layernorm.{kind}", f"encoder.final_layernorm.{kind}")
-    if config.untie_embeddings_and_output_weights:
-        yield Entry(_OUTPUT, _OUTPUT, split_dim=0, vocabulary=True)
 
 
 def hugging_face_entries(config: TransformerConfig) -> Iterator[Entry]:

@@ -1,4 +1,7 @@
-"""Hugging Face's GPT-2 folders (config.json and model.safetensors) as a `Transfer`, and a `Transfer` as one."""
+"""Hugging Face's folders (config.json and model.safetensors) as a `Transfer`, and a `Transfer` as one.
+
+Those of a GPT-2 are here, those of a BERT in `hugging_face_bert`.
+"""
 
 import dataclasses
 import json
@@ -9,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.files import atomic_write
+from megatron.checkpointing.convert import hugging_face_bert
 from megatron.checkpointing.convert.deferred import Readable, same_values
 from megatron.checkpointing.convert.gpt import hugging_face_entries
 from megatron.checkpointing.convert.kinds import check_matrices, check_tensors, transformer_config
@@ -38,14 +42,17 @@ _NOT_HERE = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": Fals
 
 
 def from_hugging_face(directory: Path, told: Told) -> Transfer:
-    """The GPT-2 in a folder.
+    """The GPT-2 or BERT in a folder.
 
     Raises ValueError where it is not whole, is another model or has tensors that there is no place for.
     """
     saved = _read_json(directory / CONFIG)
+    if saved.get("model_type") == "bert":
+        read, _ = read_weights(directory, hugging_face_bert.PREFIXES)
+        return hugging_face_bert.from_bert(directory / CONFIG, saved, read, told)
     if saved.get("model_type") != "gpt2":
         kind = reprlib.repr(saved.get("model_type"))
-        raise ValueError(f"{directory / CONFIG}: model_type {kind}; gpt2 is read here")
+        raise ValueError(f"{directory / CONFIG}: model_type {kind}; gpt2 and bert are read here")
     weights, notes = read_weights(directory)
     if _WORDS not in weights:
         raise ValueError(f"{directory}: it has no {_WORDS}")
@@ -80,12 +87,17 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_weights(directory: Path) -> tuple[dict[str, Readable], list[str]]:
-    """Every tensor by the name that `GPT2LMHeadModel` gives it, and sentences about what is left out."""
+def read_weights(
+    directory: Path, prefixes: tuple[str, ...] = ("transformer.", "lm_head.")
+) -> tuple[dict[str, Readable], list[str]]:
+    """Every tensor by the name that the model with all heads gives it, and sentences about what is left out.
+
+    Names begin with one of the `prefixes`, the first of which a model without heads leaves out.
+    """
     found: dict[str, Readable] = {}
     for path in _files(directory):
         for name, tensor in _tensors(path).items():
-            whole = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+            whole = name if name.startswith(prefixes) else prefixes[0] + name
             if whole in found:
                 raise ValueError(f"{path}: {name} is in another file already")
             found[whole] = tensor
@@ -161,10 +173,23 @@ def _our_config(directory: Path, saved: Mapping[str, Any], told: Told, untied: b
 
 
 def to_hugging_face(transfer: Transfer, directory: Path, special: Mapping[str, int | None]) -> None:
-    """Write `config.json` and `model.safetensors` of a GPT-2 with these weights; `special` are ids for the config.
+    """Write `config.json` and `model.safetensors` of such a model; `special` are ids for the config of a GPT-2.
 
-    Raises ValueError where a GPT-2 of theirs cannot be that model.
+    Raises ValueError where a GPT-2 or BERT of theirs cannot be that model.
     """
+    if transfer.kind.is_bert:
+        tensors, described = hugging_face_bert.bert_tensors(transfer), hugging_face_bert.bert_config(transfer)
+    else:
+        tensors, described = _gpt_tensors(transfer), _their_config(transfer, special)
+    if any((directory / name).exists() for name in (CONFIG, WEIGHTS)):
+        raise ValueError(f"--save {directory}: there is a model in it already")
+    directory.mkdir(parents=True, exist_ok=True)
+    write_safetensors(directory / WEIGHTS, tensors)
+    with atomic_write(directory / CONFIG) as stream:
+        json.dump(described, stream, indent=2)
+
+
+def _gpt_tensors(transfer: Transfer) -> dict[str, Readable]:
     config = transfer.config
     if config.apply_residual_connection_post_layernorm:
         raise ValueError("--apply-residual-connection-post-layernorm: a GPT-2 of Hugging Face has no such residual")
@@ -174,13 +199,7 @@ def to_hugging_face(transfer: Transfer, directory: Path, special: Mapping[str, i
             f"heads of hidden size over heads, and pre"
         )
     rows = Rows(ORDER, config.head_size, transfer.vocab_size)
-    tensors = export_all(hugging_face_entries(config), transfer.weights, rows)
-    if any((directory / name).exists() for name in (CONFIG, WEIGHTS)):
-        raise ValueError(f"--save {directory}: there is a model in it already")
-    directory.mkdir(parents=True, exist_ok=True)
-    write_safetensors(directory / WEIGHTS, tensors)
-    with atomic_write(directory / CONFIG) as stream:
-        json.dump(_their_config(transfer, special), stream, indent=2)
+    return export_all(hugging_face_entries(config), transfer.weights, rows)
 
 
 def _their_config(transfer: Transfer, special: Mapping[str, int | None]) -> dict[str, Any]:

@@ -2,17 +2,19 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.base.compose import make_section
-from megatron.base.config import Config
+from megatron.base.config import Config, flag_fields
+from megatron.checkpointing.convert import bert, gpt
+from megatron.checkpointing.convert.bert import classic_kind
 from megatron.checkpointing.convert.classic import WORDS, ClassicCheckpoint, layer_count, open_classic
 from megatron.checkpointing.convert.classic_optimizer import ClassicOptimizer, read_optimizer
 from megatron.checkpointing.convert.deferred import Readable
-from megatron.checkpointing.convert.gpt import classic_entries
 from megatron.checkpointing.convert.mapping import Rows, import_all
+from megatron.checkpointing.convert.models import ModelKind
 from megatron.checkpointing.convert.transfer import OPTIMIZER, Transfer, table_of
 from megatron.model import TransformerConfig
 
@@ -29,6 +31,9 @@ _SAME = (
     "make_vocab_size_divisible_by",
     "apply_residual_connection_post_layernorm",
 )
+
+# The sections of the config of a run of such a model.
+Sections = Callable[[ModelKind], Mapping[str, type[Config]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +58,17 @@ class Told:
     keep_padding: bool = False
 
 
-def from_classic(directory: Path, told: Told, sections: Mapping[str, type[Config]]) -> Transfer:
-    """The GPT below `directory`. `sections` are those of a run's config, whose fields the saved flags may fill.
+def from_classic(directory: Path, told: Told, sections: Sections) -> Transfer:
+    """The GPT or BERT below `directory`. `sections` gives those of a run's config, which the saved flags may fill.
 
     Raises ValueError where it is not whole, is of another kind, or holds what has no place here.
     """
     checkpoint = open_classic(directory, told.step)
     notes: list[str] = []
     weights = checkpoint.weights()
-    config = model_config(checkpoint, weights, told, notes)
+    config, kind = model_config(checkpoint, weights, told, notes), classic_kind(weights)
+    if kind.is_bert and checkpoint.args.get("openai_gelu"):
+        raise ValueError(f"{checkpoint.folder}: openai_gelu: a BERT has the exact GELU in its masked-LM head here")
     there = sum(piece.shape[0] for piece in weights[WORDS])
     vocab_size = _vocab_size(checkpoint, there, told)
     config = with_padding(config, told, vocab_size, there)
@@ -71,23 +78,24 @@ def from_classic(directory: Path, told: Told, sections: Mapping[str, type[Config
             f"the {there - rows.vocab_size} padding rows, which Megatron-LM trains and counts in its loss, are left "
             "out: --keep-padding keeps them"
         )
-    entries = list(classic_entries(config))
+    entries = list(bert.classic_entries(config, kind) if kind.is_bert else gpt.classic_entries(config))
     tensors = import_all(entries, weights, rows)
     optimizer = read_optimizer(checkpoint) if told.optimizer else None
     table = table_of(entries, weights, rows)
     if optimizer is not None:
-        for kind, pieces in sorted(optimizer.tensors.items()):
-            tensors |= import_all(entries, pieces, rows, f"{OPTIMIZER}{kind}.")
-            table.append(f"{len(pieces):3d} x {kind} of the optimizer, as the parameters -> {OPTIMIZER}{kind}.*")
+        for part, pieces in sorted(optimizer.tensors.items()):
+            tensors |= import_all(entries, pieces, rows, f"{OPTIMIZER}{part}.")
+            table.append(f"{len(pieces):3d} x {part} of the optimizer, as the parameters -> {OPTIMIZER}{part}.*")
     progress = _progress(checkpoint, optimizer, notes)
     return Transfer(
         config,
         vocab_size,
         tensors,
+        kind,
         iteration=checkpoint.iteration,
         progress=progress,
         optimizer=None if optimizer is None else optimizer.state,
-        sections={**saved_sections(checkpoint.args, sections), "model": dataclasses.asdict(config)},
+        sections={**saved_sections(checkpoint.args, sections(kind)), "model": dataclasses.asdict(config)},
         table=table,
         notes=notes,
     )
@@ -174,10 +182,12 @@ def _progress(checkpoint: ClassicCheckpoint, optimizer: ClassicOptimizer | None,
 def saved_sections(args: Mapping[str, Any], sections: Mapping[str, type[Config]]) -> dict[str, dict[str, Any]]:
     """The saved flags that are fields of the sections, by section, without those that do not matter any more."""
     found = {
-        name: {field.name: args[field.name] for field in dataclasses.fields(kind) if _is_plain(args.get(field.name))}
-        for name, kind in sections.items()
+        name: {field.name: args[field.name] for field in flag_fields(section) if _is_plain(args.get(field.name))}
+        for name, section in sections.items()
         if name not in _LEFT_BEHIND
     }
+    if "bert" in found:
+        found["bert"]["bert_no_binary_head"] = not args.get("bert_binary_head", True)
     if "params_dtype" in found.get("precision", {}):
         found["precision"]["params_dtype"] = "float32"  # theirs is that of the weights, which fp16 and bf16 say here
     if found.get("precision", {}).get("bf16"):

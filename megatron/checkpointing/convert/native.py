@@ -17,6 +17,7 @@ from megatron.base.rectangles import Rectangle
 from megatron.checkpointing.checksum import crc32
 from megatron.checkpointing.convert.deferred import Deferred, Readable
 from megatron.checkpointing.convert.kinds import transformer_config
+from megatron.checkpointing.convert.models import ModelKind, outputs
 from megatron.checkpointing.convert.transfer import OPTIMIZER, Transfer
 from megatron.checkpointing.errors import DamageError
 from megatron.checkpointing.folders import (
@@ -50,14 +51,18 @@ FILE_BYTES = 256 * 2**20
 
 
 def from_native(directory: Path, step: int | None = None, optimizer: bool = True) -> Transfer:
-    """The GPT of the newest checkpoint below `directory`, or of iteration `step`; ValueError as where one is loaded."""
+    """The model of the newest checkpoint below `directory`, or of that iteration; ValueError as where one is loaded."""
     survey = Survey.of(directory, step)
     for problem in survey.problems():
         raise DamageError(problem)
     model, sections, run, plain = (_part(survey, name) for name in ("model", "config", "run", "optimizer"))
-    if model.get("model") != "gpt" or not isinstance(sections.get("model"), dict) or not survey.tensors:
-        kind = reprlib.repr(model.get("model", "a model of another kind"))
-        raise ValueError(f"{survey.folder}: it is of {kind}; GPTs are converted here")
+    try:
+        kind = ModelKind.of_signature(model)
+    except ValueError as error:
+        raise ValueError(f"{survey.folder / STATE}: {error}") from error
+    if kind is None or not isinstance(sections.get("model"), dict) or not survey.tensors:
+        words = reprlib.repr(model.get("model", "a model of another kind"))
+        raise ValueError(f"{survey.folder}: it is of {words}; GPTs and BERTs are converted here")
     tensors: dict[str, Readable] = {
         name: Deferred(dtype_of(stored.dtype), stored.shape, functools.partial(survey.read, name))
         for name, stored in survey.tensors.items()
@@ -71,6 +76,7 @@ def from_native(directory: Path, step: int | None = None, optimizer: bool = True
         config,
         vocab_size,
         tensors,
+        kind,
         iteration=survey.index.iteration,
         progress=run,
         optimizer=plain,
@@ -156,13 +162,13 @@ def _state(transfer: Transfer) -> dict[str, Any]:
 
 @torch.no_grad()
 def native_logits(directory: Path, tokens: Tensor, step: int | None = None) -> Tensor:
-    """What the GPT of a checkpoint gives for token ids [b, s], by our model on one rank in float32: [b, s, v].
+    """What the model of a checkpoint gives for token ids [b, s], by our model on one rank in float32: `outputs`.
 
-    v is without padding, except for that which is trained.
+    The vocabulary is without padding, except for that which is trained.
     """
     transfer = from_native(directory, step, optimizer=False)
     model = transfer.model().to_empty(device="cpu")
     shardings = parameter_shardings(model)
     tensors = {name: (parameter.detach(), shardings[name]) for name, parameter in model.named_parameters()}
     load_checkpoint(directory, tensors, rank=0, layout={}, iteration=transfer.iteration, skip=(OPTIMIZER,))
-    return model.float().eval()(tokens)[..., : transfer.config.vocabulary_rows(transfer.vocab_size)]
+    return outputs(model.float().eval(), tokens)

@@ -7,7 +7,7 @@ added up. It stands apart from the tables and moves of `mapping` as far as it ca
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from megatron.checkpointing.convert.hugging_face import ORDER, read_weights
 from megatron.checkpointing.convert.mapping import RowOrder
 from megatron.model import TransformerConfig
 
-_POSITIONS = "embedding.position_embeddings.weight"
+POSITIONS = "embedding.position_embeddings.weight"
 _OUTPUT = "output_layer.weight"
 
 
@@ -36,25 +36,33 @@ class ForeignGPT:
     config: TransformerConfig
     order: RowOrder
     parts: Callable[[str], list[Tensor]]
+    causal: ClassVar[bool] = True
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         """Of token ids [b, s], with those of padding rows: [b, s, padded v]."""
-        words, of_norm = self.parts(WORDS), self.config.apply_residual_connection_post_layernorm
-        hidden = _look_up(words, tokens) + self.parts(_POSITIONS)[0][: tokens.shape[1]]
-        for layer in range(self.config.num_layers):
-            stem = f"encoder.layers.{layer}"
-            normed = self._norm(f"{stem}.input_layernorm", hidden)
-            hidden = (normed if of_norm else hidden) + self._block(
-                f"{stem}.self_attention.query_key_value", self._attend, f"{stem}.self_attention.dense", normed
-            )
-            normed = self._norm(f"{stem}.post_attention_layernorm", hidden)
-            hidden = (normed if of_norm else hidden) + self._block(
-                f"{stem}.mlp.dense_h_to_4h", self._gelu, f"{stem}.mlp.dense_4h_to_h", normed
-            )
-        hidden = self._norm("encoder.final_layernorm", hidden)
+        words = self.parts(WORDS)
+        hidden = self._through_layers(look_up(words, tokens) + self.parts(POSITIONS)[0][: tokens.shape[1]])
         output = self.parts(_OUTPUT) if self.config.untie_embeddings_and_output_weights else words
         return torch.cat([hidden @ part.t() for part in output], dim=-1)
+
+    def _through_layers(self, hidden: Tensor) -> Tensor:
+        """All layers, and the norm after them where there is one: [b, s, h] -> [b, s, h]."""
+        for layer in range(self.config.num_layers):
+            hidden = self._layer(f"encoder.layers.{layer}", hidden)
+        return hidden if self.config.norm_position == "post" else self._norm("encoder.final_layernorm", hidden)
+
+    def _layer(self, stem: str, hidden: Tensor) -> Tensor:
+        """Attention and MLP, each with the norm before or behind it."""
+        of_norm, post = self.config.apply_residual_connection_post_layernorm, self.config.norm_position == "post"
+        for before, first, between, second, behind in (
+            ("input", "self_attention.query_key_value", self._attend, "self_attention.dense", "post_attention"),
+            ("post_attention", "mlp.dense_h_to_4h", self._gelu, "mlp.dense_4h_to_h", "post_mlp"),
+        ):
+            x = hidden if post else self._norm(f"{stem}.{before}_layernorm", hidden)
+            hidden = (x if of_norm else hidden) + self._block(f"{stem}.{first}", between, f"{stem}.{second}", x)
+            hidden = self._norm(f"{stem}.{behind}_layernorm", hidden) if post else hidden
+        return hidden
 
     def _norm(self, stem: str, hidden: Tensor) -> Tensor:
         weight, bias = (self.parts(f"{stem}.{kind}")[0] for kind in ("weight", "bias"))
@@ -71,7 +79,7 @@ class ForeignGPT:
         return F.gelu(x, approximate="tanh" if self.config.activation == "gelu_tanh" else "none")
 
     def _attend(self, fused: Tensor) -> Tensor:
-        """Causal attention of a rank's heads: [b, s, 3 n d] in the source's order -> [b, s, n d]."""
+        """Attention of a rank's heads: [b, s, 3 n d] in the source's order -> [b, s, n d]."""
         d = self.config.head_size
         heads = fused.shape[-1] // (3 * d)
         if self.order == "3nd":
@@ -81,12 +89,14 @@ class ForeignGPT:
         else:
             query, key, value = fused.unflatten(-1, (heads, 3 * d)).split(d, dim=-1)
         scores = torch.einsum("bqnd,bknd->bnqk", query, key) / d**0.5
-        later = torch.ones(fused.shape[1], fused.shape[1], dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(later, float("-inf")).softmax(-1)
+        if self.causal:
+            later = torch.ones(fused.shape[1], fused.shape[1], dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(later, float("-inf"))
+        weights = scores.softmax(-1)
         return torch.einsum("bnqk,bknd->bqnd", weights, value).flatten(2)
 
 
-def _look_up(parts: list[Tensor], tokens: Tensor) -> Tensor:
+def look_up(parts: list[Tensor], tokens: Tensor) -> Tensor:
     """The rows of `tokens`, each from the part that has it."""
     hidden, first = torch.zeros(*tokens.shape, parts[0].shape[1]), 0
     for part in parts:

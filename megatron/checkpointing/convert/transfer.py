@@ -9,12 +9,12 @@ import torch
 
 from megatron.checkpointing.convert.deferred import Deferred, Readable, in_dtype
 from megatron.checkpointing.convert.mapping import Entry, Rows, refuse_left_overs
-from megatron.model import GPTModel, TransformerConfig
-from megatron.mpu.initialize import SERIAL_GROUP
+from megatron.checkpointing.convert.models import GPT, ModelKind
+from megatron.model import BertEncoder, GPTModel, TransformerConfig
 from megatron.mpu.sharding import parameter_shardings
 
 OPTIMIZER = "optimizer."
-_OF_TOKENS = ("embedding.word_embeddings.weight", "output_layer.weight")
+_OF_TOKENS = ("embedding.word_embeddings.weight", "output_layer.weight", "lm_head.weight", "lm_head.bias")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Transfer:
         tensors: weights by our names and, if `optimizer` is there, its state as `optimizer.KIND.NAME`; whole.
         iteration: after which it was saved.
         progress: samples consumed and the like, as a run keeps them.
+        kind: which model it is; a GPT by default.
         optimizer: the optimizer's plain state; None where the source has no optimizer.
         sections: fields of a run's config by section, as far as the source tells; always those of the model.
         table: a line for each kind of tensor, saying what it becomes.
@@ -35,6 +36,7 @@ class Transfer:
     config: TransformerConfig
     vocab_size: int
     tensors: Mapping[str, Readable]
+    kind: ModelKind = GPT
     iteration: int = 0
     progress: Mapping[str, int] = dataclasses.field(default_factory=dict)
     optimizer: Mapping[str, Any] | None = None
@@ -55,9 +57,9 @@ class Transfer:
             raise ValueError(f"the weights are of several number formats: {', '.join(sorted(map(str, dtypes)))}")
         return dtypes.pop()
 
-    def model(self) -> GPTModel:
+    def model(self) -> GPTModel | BertEncoder:
         """The model without its weights, whole."""
-        return GPTModel(self.config, self.vocab_size, group=SERIAL_GROUP, dtype=self.dtype, device="meta")
+        return self.kind.new(self.config, self.vocab_size, self.dtype)
 
     def check(self) -> None:
         """Raise ValueError unless the tensors are exactly those of the model, in its shapes."""
