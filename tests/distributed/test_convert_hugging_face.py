@@ -160,7 +160,7 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "bert"}, "model_type 'bert'"),
+        ({"model_type": "llama"}, "model_type 'llama'"),
         ({"activation_function": "relu"}, "activation_function 'relu'"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
         ({"n_layer": 3}, "no place in the model: transformer.h.3"),
