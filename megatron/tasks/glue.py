@@ -5,13 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from megatron.base.complaints import raise_joined
 from megatron.base.words import counted
 from megatron.data.bert_dataset import shortened
 from megatron.model import BertForClassification
-from megatron.tasks.examples import Example, room_for_pair
+from megatron.tasks.examples import Example, as_ids, room_for_pair
 from megatron.tasks.task import Files, Task
 from megatron.tokenizer import Tokenizer
 
@@ -120,13 +118,12 @@ def glue_examples(lines: Sequence[Line], tokenizer: Tokenizer, seq_length: int) 
 
     Where both sentences together are too long, tokens are taken from the end of the longer one, one by one.
     """
-    room = room_for_pair(seq_length)
-    first = tokenizer.tokenize_batch([line.first for line in lines])
-    second = tokenizer.tokenize_batch([line.second for line in lines])
-    found = []
+    room, found = room_for_pair(seq_length), []
+    first = as_ids(tokenizer, (line.first for line in lines))
+    second = as_ids(tokenizer, (line.second for line in lines))
     for line, a, b in zip(lines, first, second, strict=True):
         kept = shortened(len(a), len(b), room)
-        pair = (np.array(a[: kept[0]], np.int32), np.array(b[: kept[1]], np.int32))
+        pair = (a[: kept[0]], b[: kept[1]])
         found.append(Example(f"{line.file}#{line.key}", line.file, line.label, (pair,)))
     return found
 

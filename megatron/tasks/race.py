@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megatron.base.complaints import raise_joined
 from megatron.model import BertForMultipleChoice
-from megatron.tasks.examples import Example, Ids
+from megatron.tasks.examples import Example, as_ids
 from megatron.tasks.task import Files, Task
 from megatron.tokenizer import Tokenizer
 
@@ -127,23 +125,19 @@ def race_examples(articles: Sequence[Article], tokenizer: Tokenizer) -> list[Exa
 
     Named by the article and the question's number from 0: `middle/1#0`.
     """
-    texts = _as_ids(tokenizer, [article.text for article in articles])
+    texts = as_ids(tokenizer, (article.text for article in articles))
     whole = (
         with_option(question, option)
         for article in articles
         for question, options in zip(article.questions, article.options, strict=True)
         for option in options
     )
-    questions = iter(_as_ids(tokenizer, list(whole)))
+    questions = as_ids(tokenizer, whole)
     return [
         Example(f"{article.name}#{number}", article.group, answer, tuple((text, next(questions)) for _ in LETTERS))
         for article, text in zip(articles, texts, strict=True)
         for number, answer in enumerate(article.answers)
     ]
-
-
-def _as_ids(tokenizer: Tokenizer, texts: list[str]) -> list[Ids]:
-    return [np.array(ids, np.int32) for ids in tokenizer.tokenize_batch(texts)]
 
 
 def _read(files: Files, tokenizer: Tokenizer, seq_length: int) -> list[Example]:

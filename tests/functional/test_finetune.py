@@ -44,7 +44,7 @@ def counted(found: list[dict[str, Any]]) -> dict[str, int]:
 
 LAYOUTS = [
     (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    (2, {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}),
+    (2, {"pipeline_model_parallel_size": 2, "num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1}),
     (2, {"use_distributed_optimizer": True}),
     (3, {"micro_batch_size": 1, "global_batch_size": 6}),
 ]
@@ -56,7 +56,7 @@ def test_every_layout_gives_the_serial_run(
 ) -> None:
     """Losses, weights and scores; with a last batch of an epoch that is not full, and replicas of unequal shares."""
     chosen: dict[str, Any] = {"params_dtype": "float64", "keep_last": True, "global_batch_size": 8}
-    chosen |= {name: size for name, size in layout.items() if name == "global_batch_size"}
+    chosen |= {name: layout[name] for name in ("global_batch_size", "num_layers") if name in layout}
     one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
     serial = ranks(1, run_finetune, task_flags("RACE", race, predictions_file=one, **chosen))
     split = ranks(world, run_finetune, task_flags("RACE", race, predictions_file=other, **(chosen | layout)))
