@@ -10,6 +10,7 @@ import torch
 
 from megatron.checkpointing.placed import held_rectangles
 from megatron.training import loop
+from megatron.training.config import RunConfig
 from megatron.training.resuming import restore
 from megatron.training.state import Trainee
 from tests.harness.runs import Outcome, Recorder, outcome_of, run_pretrain
@@ -101,8 +102,11 @@ def run_watched(rank: int, world_size: int, words: Sequence[str]) -> tuple[Outco
     held: list[Outcome] = []
     written = Trainee.written
 
-    def restoring(trainee: Trainee, *args: Any, **kwargs: Any) -> Any:
-        told = restore(trainee, *args, **kwargs)
+    def restoring(trainee: Trainee, config: RunConfig, *args: Any) -> Any:
+        if config.checkpoint.load is not None:
+            for tensor, _ in trainee.tensors().values():
+                tensor.fill_(7.0)  # nothing that happened to be there may be taken for what was loaded
+        told = restore(trainee, config, *args)
         held.append(_held(trainee))
         return told
 
