@@ -1,14 +1,17 @@
-"""Runs in which something goes wrong on some ranks: gradients that overflow, losses that are no numbers."""
+"""Runs in which something goes wrong on some ranks: gradients that overflow, losses that are no numbers, full disks."""
 
 import dataclasses
+import errno
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 from unittest import mock
 
 from torch import Tensor
 
 import pretrain_gpt
+from megatron.checkpointing import SaveError, save, writer
 from megatron.model import Chunk
 from megatron.training.pipeline import Batch, ForwardStep
 from tests.harness.runs import Outcome, run_pretrain
@@ -43,6 +46,27 @@ def failure_with_fault(rank: int, world_size: int, words: Sequence[str], fault: 
     except FloatingPointError as error:
         return str(error)
     raise AssertionError("the run came to its end")
+
+
+def run_with_full_disk(
+    rank: int, world_size: int, words: Sequence[str], attempts: Collection[int]
+) -> tuple[Outcome | None, str]:
+    """As `run_pretrain`, where the disk of the last rank is full at these attempts to save (from 0).
+
+    Returns what came of the run, None where a failed save ended it, and that failure's message.
+    """
+    write, numbers = writer.write_pieces, itertools.count()
+
+    def written(*arguments: Any) -> Any:
+        if next(numbers) in attempts and rank == world_size - 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*arguments)
+
+    with mock.patch.object(save, "write_pieces", written):
+        try:
+            return run_pretrain(rank, world_size, words), ""
+        except SaveError as error:
+            return None, str(error)
 
 
 def _spoilt(forward_step: ForwardStep, fault: Fault) -> ForwardStep:
