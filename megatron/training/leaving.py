@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from megatron.training.config import RunConfig
+from megatron.training.setup import World
+
 # Seconds in which a second SIGTERM is the first one over again: a scheduler and a launcher may both send it.
 _SAME_NOTICE = 5.0
 
@@ -98,21 +101,24 @@ class Leaving:
 
 
 @contextlib.contextmanager
-def leaving_together(
-    rank: int, world_size: int, minutes: float | None, began: float, timeout: datetime.timedelta
-) -> Iterator[Leaving]:
-    """A `Leaving` that listens to SIGTERM inside the block. Collective where it needs a group of gloo for itself."""
-    needs_group = world_size > 1 and "gloo" not in dist.get_backend_config()
+def leaving_together(config: RunConfig, world: World, began: float) -> Iterator[Leaving]:
+    """A `Leaving` that listens to SIGTERM inside the block. Collective where it needs a group of gloo for itself.
+
+    `began`: when the run did, in seconds of `time.monotonic`.
+    """
+    timeout = datetime.timedelta(minutes=config.distributed.distributed_timeout_minutes)
+    needs_group = world.size > 1 and "gloo" not in dist.get_backend_config()
     group = dist.new_group(backend="gloo", timeout=timeout) if needs_group else None
-    leaving = Leaving(rank, world_size, minutes, began=began, group=group)
+    leaving = Leaving(world.rank, world.size, config.training.exit_duration_in_mins, began=began, group=group)
     with leaving.listening():
         yield leaving
     if group is not None:  # after a failure the peers may wait in it
         dist.destroy_process_group(group)
 
 
-def words_on(reason: Reason, iteration: int, minutes: float | None, save: str | None) -> str:
+def words_on(reason: Reason, iteration: int, config: RunConfig) -> str:
     """A sentence for the end of a run that leaves after `iteration`."""
+    minutes, save = config.training.exit_duration_in_mins, config.checkpoint.save
     why = "SIGTERM came" if reason is Reason.SIGTERM else f"--exit-duration-in-mins {minutes:g} are over"
     then = "nothing is saved, for there is no --save" if save is None else f"--load {save} goes on from here"
     return f"the run ends after iteration {iteration}, because {why}; {then}"

@@ -1,7 +1,6 @@
 """`pretrain`: from a config, a model, data and a forward step to a trained model."""
 
 import contextlib
-import datetime
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -105,12 +104,10 @@ def pretrain(
         state, flops = trainee.state, (flops_per_sample, hardware_flops_per_sample)
         end = config.iterations(world.size, state.iteration, state.consumed_samples)
         timers = Timers(world.device) if config.logging.timing_log_level else None
-        timeout = datetime.timedelta(minutes=config.distributed.distributed_timeout_minutes)
-        minutes = config.training.exit_duration_in_mins
         with contextlib.ExitStack() as stack:
             stack.callback(audience.on_end)
             saver = stack.enter_context(run_saver(config, world, state, audience.on_message))
-            leaving = stack.enter_context(leaving_together(world.rank, world.size, minutes, began, timeout))
+            leaving = stack.enter_context(leaving_together(config, world, began))
             parts = (config, world, trainee, pipeline, datasets, forward_step)
             run = Run(*parts, end, resumed.schedule, data, flops, audience, saver, leaving, timers, evaluator)
             audience.on_start(description(run))
@@ -139,8 +136,7 @@ def _train(run: Run) -> None:
             break
     _save(run, last=True)
     if reason is not None:
-        minutes, folder = run.config.training.exit_duration_in_mins, run.config.checkpoint.save
-        run.audience.on_message(words_on(reason, state.iteration, minutes, folder))
+        run.audience.on_message(words_on(reason, state.iteration, run.config))
     elif state.iteration == total:
         _final_evaluations(run)
     run.trainee.optimizer.wait_for_parameters()  # whoever gets the model may read them without a forward pass

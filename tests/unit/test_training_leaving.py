@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 
-from megatron.training.leaving import Leaving, Reason, words_on
+from megatron.training.leaving import Leaving, Reason
 
 
 class Clock:
@@ -106,11 +106,3 @@ def test_other_threads_leave_signals_alone() -> None:
     thread.start()
     thread.join()
     assert seen == [before, None]
-
-
-def test_the_last_words_say_why_and_how_it_goes_on() -> None:
-    assert words_on(Reason.TIME, 20, 0.5, None) == (
-        "the run ends after iteration 20, because --exit-duration-in-mins 0.5 are over; nothing is saved, for there is "
-        "no --save"
-    )
-    assert words_on(Reason.SIGTERM, 20, None, "runs").endswith("because SIGTERM came; --load runs goes on from here")
