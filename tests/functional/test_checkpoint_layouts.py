@@ -1,11 +1,14 @@
 """Runs are saved at ten layouts, each is loaded at three others: all state is the same bits, and training goes on."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.harness.layouts import Case, Layout, run_watched, table_gaps
 from tests.harness.ranks import Ranks
@@ -118,6 +121,7 @@ def test_saved_at_one_layout_and_loaded_at_others(ranks: Ranks, data_path: str, 
     saved = next(moment for moment in saves if moment[0].progress["run"]["iteration"] == STOP)
     kinds = {name.split(".")[1] for name in assemble(saved) if name.startswith("optimizer.")}
     assert kinds == {"exp_avg", "exp_avg_sq"} | ({"master_weight"} if format_of(case.model) != "float32" else set())
+    assert_open_to_others(tmp_path / f"iter_{STOP:07d}", LAYOUTS[case.saved_at])
     for at in (case.saved_at, *case.loaded_at):
         resumed, (loaded,) = run(ranks, data_path, case.model, at, load=tmp_path, ckpt_step=STOP)
         assert_same_state(loaded, saved, at)
@@ -125,6 +129,18 @@ def test_saved_at_one_layout_and_loaded_at_others(ranks: Ranks, data_path: str, 
     if format_of(case.model) == "fp16":
         scales = reporting(whole).series("loss-scale")
         assert scales[0] < SEEKING["initial_loss_scale"] and len({*scales[:STOP]}) == len({*scales[STOP:]}) == 2
+
+
+def assert_open_to_others(folder: Path, layout: Layout) -> None:
+    """All of it is JSON and safetensors, which any program reads; config, layout and versions are in it."""
+    index, state = (json.loads((folder / name).read_text()) for name in ("index.json", "state.json"))
+    stored = {path.name: set(load_file(path)) for path in folder.glob("*.safetensors")}
+    assert {path.name for path in folder.iterdir()} == {"index.json", "state.json", *stored}
+    assert {key.split("@")[0] for keys in stored.values() for key in keys} >= set(index["tensors"])
+    sizes = ("tensor", "pipeline", "data")
+    assert [index["layout"][name] for name in sizes] == [getattr(layout, name) for name in sizes]
+    assert state["config"]["optimizer"]["use_distributed_optimizer"] == layout.sharded
+    assert state["versions"]["torch"] == torch.__version__ and "python" in state["versions"]
 
 
 def assert_goes_on(resumed: list[Outcome], whole: list[Outcome], tolerance: float, where: str) -> None:
