@@ -113,7 +113,7 @@ def _cut(before: DataFacts, now: DataFacts, another: str) -> list[str]:
         ),
         f"--seed is {now.seed} and was {before.seed}, so samples are shuffled anew": (before.seed, now.seed),
     }
-    for name in before.making.keys() & now.making.keys():
+    for name in sorted(before.making.keys() & now.making.keys()):
         words = f"{flag_name(name)} is {now.making[name]} and was {before.making[name]}, so samples are made anew"
         how[words] = (before.making[name], now.making[name])
     return [f"{words}: {another}" for words, pair in how.items() if None not in pair and pair[0] != pair[1]]

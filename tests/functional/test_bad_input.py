@@ -14,22 +14,12 @@ from megatron.training.arguments import parse_composed
 from megatron.training.config import RunConfig
 from megatron.training.failure import user_errors
 from megatron.training.loop import pretrain
-from tests.harness.runs import flags, write_documents
+from tests.harness.runs import complaints, flags, write_documents
 
 
 @pytest.fixture(scope="module")
 def data_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_documents(tmp_path_factory.mktemp("data") / "documents")
-
-
-def complaints(capsys: pytest.CaptureFixture[str], words: list[str]) -> list[str]:
-    """The sentences of a run that must end with exit code 2 and without a traceback."""
-    with pytest.raises(SystemExit) as caught:
-        pretrain_gpt.main(words)
-    assert caught.value.code == 2
-    error = capsys.readouterr().err
-    assert "Traceback" not in error
-    return [line.removeprefix("error: ") for line in error.splitlines() if line.startswith("error: ")]
 
 
 def test_all_complaints_of_a_launch_come_at_once(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import pretrain_gpt
@@ -116,6 +117,16 @@ def run_pretrain(rank: int, world_size: int, words: Sequence[str]) -> Outcome:
     recorder = Recorder()
     config = parse_composed(RunConfig, words, world_size=world_size)
     return outcome_of(pretrain_gpt.train(config, [recorder]), recorder)
+
+
+def complaints(capsys: pytest.CaptureFixture[str], words: list[str]) -> list[str]:
+    """The sentences of a run that must end with exit code 2 and without a traceback."""
+    with pytest.raises(SystemExit) as caught:
+        pretrain_gpt.main(words)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return [line.removeprefix("error: ") for line in error.splitlines() if line.startswith("error: ")]
 
 
 def assemble(outcomes: Iterable[Outcome]) -> dict[str, torch.Tensor]:
