@@ -68,8 +68,16 @@ def provide_datasets(config: BertRunConfig, ids: BertIds, counts: SampleCounts) 
     )
 
 
-def forward_step(loss_normalization: str, stage: Chunk, batch: Batch) -> tuple[Tensor, Tensor] | Tensor:
-    """Sum of the losses of a micro-batch and the number of its masked tokens; hidden states before the last stage.
+# The losses that the loss is made of, as the log line calls them.
+LOSSES = ("lm-loss", "sop-loss")
+
+
+def forward_step(
+    loss_normalization: str, stage: Chunk, batch: Batch
+) -> tuple[Tensor, Tensor, Sequence[Tensor]] | Tensor:
+    """Sum of the losses of a micro-batch, the number of its masked tokens, and the sum of each loss by itself.
+
+    Hidden states before the last stage.
 
     The loss of a sample's order enters with the number of its masked tokens, so that one division by their number over
     the global batch gives the mean loss of masked tokens and a mean of the samples' order losses that depends on no
@@ -80,14 +88,15 @@ def forward_step(loss_normalization: str, stage: Chunk, batch: Batch) -> tuple[T
     return losses(output, batch, loss_normalization) if stage.last else output
 
 
-def losses(output: BertOutput, batch: Batch, loss_normalization: str) -> tuple[Tensor, Tensor]:
-    """The pair of `forward_step` from what the last stage gives."""
+def losses(output: BertOutput, batch: Batch, loss_normalization: str) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+    """What `forward_step` gives, from what the last stage gives. Without pairs there is one loss alone."""
     mask = batch["loss_mask"]  # [b, s]
-    total, counts = (output.lm * mask).sum(), mask.sum(1)  # [b]
-    if output.binary is not None:
-        order = F.cross_entropy(output.binary.to(output.lm.dtype), batch["is_random"], reduction="none")  # [b]
-        total = total + (order * (counts if loss_normalization == "tokens" else counts.mean())).sum()
-    return total, counts.sum()
+    lm, counts = (output.lm * mask).sum(), mask.sum(1)  # [b]
+    if output.binary is None:
+        return lm, counts.sum(), ()
+    order = F.cross_entropy(output.binary.to(output.lm.dtype), batch["is_random"], reduction="none")  # [b]
+    sop = (order * (counts if loss_normalization == "tokens" else counts.mean())).sum()
+    return lm + sop, counts.sum(), (lm, sop)
 
 
 def train(config: BertRunConfig, observers: Sequence[Observer] = ()) -> Trainee:
@@ -96,8 +105,8 @@ def train(config: BertRunConfig, observers: Sequence[Observer] = ()) -> Trainee:
         tokenizer = build_tokenizer(config.tokenizer)
         config.model.vocabulary_rows(tokenizer.vocab_size)
         ids = vocabulary_ids(tokenizer)
-    model, pairs = config.model, not config.bert.bert_no_binary_head
-    heads = 3 * bert_head_flops(config.data.seq_length, model.hidden_size, binary_head=pairs)
+    pairs = not config.bert.bert_no_binary_head
+    heads = 3 * bert_head_flops(config.data.seq_length, config.model.hidden_size, binary_head=pairs)
     flops, executed = flops_per_sample(config, tokenizer.vocab_size)
     return pretrain(
         config,
@@ -108,6 +117,7 @@ def train(config: BertRunConfig, observers: Sequence[Observer] = ()) -> Trainee:
         flops_per_sample=flops + heads,
         hardware_flops_per_sample=executed + heads,
         observers=observers,
+        loss_parts=LOSSES if pairs else (),
     )
 
 

@@ -53,6 +53,7 @@ def pretrain(
     hardware_flops_per_sample: float | None = None,
     observers: Sequence[Observer] = (),
     evaluator: Evaluator | None = None,
+    loss_parts: Sequence[str] = (),
 ) -> Trainee:
     """Train a model as `config` says, on every rank of the launcher's world alike.
 
@@ -75,6 +76,7 @@ def pretrain(
         observers: watch the run beside those that the flags ask for; called on the reporting rank alone.
         evaluator: evaluates in place of the loss on `--eval-iters` batches, of the validation set when it is time for
             it, and of the test set at the end. It leaves the model as it was.
+        loss_parts: names of the losses that the forward step's is made of, and gives beside it; the log line has them.
 
     Returns what was trained. Raises `ConfigError` (a `ValueError`) for mistakes of the user; once ranks have met, an
     error on one ends all with its message (`training.failure`).
@@ -109,7 +111,9 @@ def pretrain(
             saver = stack.enter_context(run_saver(config, world, state, audience.on_message))
             leaving = stack.enter_context(leaving_together(config, world, began))
             parts = (config, world, trainee, pipeline, datasets, forward_step)
-            run = Run(*parts, end, resumed.schedule, data, flops, audience, saver, leaving, timers, evaluator)
+            run = Run(
+                *parts, end, resumed.schedule, data, flops, audience, saver, leaving, timers, evaluator, loss_parts
+            )
             audience.on_start(description(run))
             for message in messages:
                 audience.on_message(message)
@@ -202,6 +206,7 @@ def _step(run: Run, batches: Iterator[Batch], lr: float, sizes: BatchSizes) -> S
             check_loss=run.config.training.check_for_nan_in_loss,
             timers=run.timers,
             after_backward=run.leaving.ask,
+            loss_parts=run.loss_parts,
         )
     except NonFiniteLoss as error:
         raise FloatingPointError(f"iteration {iteration}: {run.words_on(error)}") from None
@@ -240,8 +245,11 @@ def _loss_on(run: Run, split: str, first: int | None) -> Metrics | None:
         num_micro_batches=sizes.num_micro_batches,
         global_batches=config.eval_iters,
         normalization=config.loss_normalization,
-    ).mean
-    return {"loss": loss, "perplexity": math.exp(min(loss, _HIGHEST_EXPONENT))}
+        loss_parts=run.loss_parts,
+    ).means()
+    # Of several losses the first is that of the tokens.
+    of_tokens = loss[run.loss_parts[0] if run.loss_parts else "loss"]
+    return {**loss, "perplexity": math.exp(min(of_tokens, _HIGHEST_EXPONENT))}
 
 
 def _final_evaluations(run: Run) -> None:

@@ -1,6 +1,8 @@
 """Losses of micro-batches: summed over an iteration and all replicas, known on every stage, divided once."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -12,15 +14,27 @@ from megatron.mpu.initialize import GroupInfo
 
 @dataclasses.dataclass(frozen=True)
 class LossSum:
-    """A sum of losses and the number that divides it: counted tokens, or micro-batches where each is a mean already."""
+    """A sum of losses and the number that divides it: counted tokens, or micro-batches where each is a mean already.
+
+    `parts` are the sums of the losses that it is made of, where it is made of several, by name.
+    """
 
     total: float
     count: float
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def mean(self) -> float:
         """The loss; 0 where nothing was counted."""
         return self.total / self.count if self.count > 0 else 0.0
+
+    def means(self) -> dict[str, float]:
+        """The loss and those that it is made of, by name."""
+        return {"loss": self.mean} | {name: LossSum(part, self.count).mean for name, part in self.parts.items()}
+
+    def __add__(self, other: Self) -> "LossSum":
+        parts = {name: part + other.parts[name] for name, part in self.parts.items()}
+        return LossSum(self.total + other.total, self.count + other.count, parts)
 
 
 class NonFiniteLoss(FloatingPointError):
@@ -71,29 +85,38 @@ class LossRanks:
 
 
 class Losses:
-    """What the micro-batches of an iteration have lost and counted; nothing on stages before the last."""
+    """What the micro-batches of an iteration have lost and counted; nothing on stages before the last.
 
-    def __init__(self, normalization: str, ranks: LossRanks, device: torch.device) -> None:
+    Args:
+        parts: names of the losses that the loss is made of, whose values `add` is given; known on all stages.
+    """
+
+    def __init__(self, normalization: str, ranks: LossRanks, device: torch.device, parts: Sequence[str] = ()) -> None:
+        self._names = tuple(parts)
+        self._parts = torch.zeros(len(self._names), dtype=torch.float64, device=device)
         self._normalization = normalization
         self._ranks = ranks
         self._count = torch.zeros((), dtype=torch.float64, device=device)
         self._losses: list[Tensor] = []
 
-    def add(self, loss: Tensor, tokens: Tensor) -> Tensor:
+    def add(self, loss: Tensor, tokens: Tensor, parts: Sequence[Tensor] = ()) -> Tensor:
         """Count what the next micro-batch gave; returns its loss as it enters the sum."""
+        for number, part in enumerate(parts):
+            self._parts[number] += normalized(part.detach(), tokens, self._normalization)[0]
         loss, tokens = normalized(loss, tokens, self._normalization)
         self._losses.append(loss.detach().double())
         self._count = self._count + tokens
         return loss
 
     def total(self) -> LossSum:
-        """Both sums over all replicas, in float64, equal on all stages; of tensor ranks each has its own.
+        """All sums over all replicas, in float64, equal on all stages; of tensor ranks each has its own.
 
-        Collectives of 16 bytes: `LossRanks.sum`.
+        Collectives of 16 bytes, and 8 for each part: `LossRanks.sum`.
         """
         total = torch.stack(self._losses).sum() if self._losses else torch.zeros_like(self._count)
-        pair = torch.stack([total, self._count.double()])
-        return LossSum(*self._ranks.sum(pair).tolist())
+        sums = torch.cat([torch.stack([total, self._count.double()]), self._parts])
+        loss, count, *parts = self._ranks.sum(sums).tolist()
+        return LossSum(loss, count, dict(zip(self._names, parts, strict=True)))
 
     def check(self) -> None:
         """Raise `NonFiniteLoss`, the same on all ranks, for the first micro-batch whose loss is not finite, if any is.

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ Batch = dict[str, Tensor]
 
 # (model, batch) -> (sum of the losses of the counted tokens, their number), both scalars. Of a model in stages it is
 # called with each of its `chunks`, and gives hidden states where that is not the last; what the stage before has given
-# is in the batch as "hidden".
-ForwardStep = Callable[[Any, Batch], tuple[Tensor, Tensor] | Tensor]
+# is in the batch as "hidden". A third element is the losses that the sum is made of, for the log alone: sums as well,
+# by the names that `pretrain` is told as `loss_parts`.
+ForwardStep = Callable[[Any, Batch], tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Sequence[Tensor]] | Tensor]
 
 # What a micro-batch has lost and counted, as in the end of `ForwardStep` -> the scalar to run backward from.
-LossOf = Callable[[Tensor, Tensor], Tensor]
+LossOf = Callable[..., Tensor]
 
 # Says which parameters complete their gradients in the backward pass that comes; all of them where it is given None.
 LastMicroBatch = Callable[[list[str] | None], None]

@@ -75,6 +75,7 @@ class Run:
     leaving: Leaving
     timers: Timers | None = None
     evaluator: Evaluator | None = None
+    loss_parts: Sequence[str] = ()
 
     def sizes(self, consumed_samples: int | None = None) -> BatchSizes:
         """The batch of the iteration after `consumed_samples` samples; None is after the ramp-up."""

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -35,6 +35,7 @@ def train_step(
     check_loss: bool = False,
     timers: Timers | None = None,
     after_backward: Callable[[], None] | None = None,
+    loss_parts: Sequence[str] = (),
 ) -> Step:
     """Run one iteration and change the weights.
 
@@ -48,14 +49,15 @@ def train_step(
         check_loss: stop at a loss that is not finite on any rank; FP16 skips the step for it in any case.
         timers: add up where the time goes.
         after_backward: called when the backward passes are over, before gradients are waited for and weights move.
+        loss_parts: names of the losses that the forward step gives beside the one that they make up.
 
     Raises `ValueError` where nothing was counted, `NonFiniteLoss` as asked, and what `Optimizer.step` raises.
     """
     optimizer.zero_grad()
-    losses = Losses(normalization, pipeline.loss_ranks, pipeline.device)
+    losses = Losses(normalization, pipeline.loss_ranks, pipeline.device, loss_parts)
 
-    def loss_of(loss: Tensor, tokens: Tensor) -> Tensor:
-        loss = losses.add(loss, tokens)
+    def loss_of(loss: Tensor, tokens: Tensor, parts: Sequence[Tensor] = ()) -> Tensor:
+        loss = losses.add(loss, tokens, parts)
         return loss if expected_count is None else loss.float() * (optimizer.loss_scale / expected_count)
 
     pipeline.train(batches, forward_step, loss_of, num_micro_batches, optimizer.last_micro_batch, timers)
@@ -90,12 +92,13 @@ def evaluate(
     num_micro_batches: int,
     global_batches: int,
     normalization: str,
+    loss_parts: Sequence[str] = (),
 ) -> LossSum:
     """The loss over so many global batches of all replicas, without dropout; weights and generators stay as they are.
 
     `num_micro_batches` are those of one global batch on this replica. Equal on all ranks.
     """
-    losses = Losses(normalization, pipeline.loss_ranks, pipeline.device)
+    losses = Losses(normalization, pipeline.loss_ranks, pipeline.device, loss_parts)
     for _ in range(global_batches):
         pipeline.evaluate(batches, forward_step, losses.add, num_micro_batches)
     return losses.total()

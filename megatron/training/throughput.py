@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import functools
+import operator
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +11,6 @@ from collections.abc import Callable, Iterator
 import torch
 
 from megatron.base.devices import peak_flops
-from megatron.training.losses import LossSum
 from megatron.training.step import Step
 
 GIB = 1024**3
@@ -83,8 +84,8 @@ class Interval:
         taken = [step for step in self._steps if not step.skipped]
         metrics: dict[str, float] = {}
         if taken:
-            loss = LossSum(sum(s.loss.total for s in taken), sum(s.loss.count for s in taken))
-            metrics = {"loss": loss.mean, "grad-norm": taken[-1].grad_norm}
+            loss = functools.reduce(operator.add, (step.loss for step in taken))
+            metrics = {**loss.means(), "grad-norm": taken[-1].grad_norm}
         metrics |= self._speed(self._clock() - self._began - self._paused)
         self._restart()
         return metrics

@@ -30,9 +30,13 @@ def data_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def same_runs(actual: list[Outcome], expected: list[Outcome], tolerance: float) -> None:
     mine, theirs = reporting(actual), reporting(expected)
     assert len(mine.steps) == len(theirs.steps) > 0
-    for name in ("loss", "grad-norm"):
+    losses = [name for name in ("loss", "lm-loss", "sop-loss") if name in theirs.steps[0]]
+    for name in (*losses, "grad-norm"):
         assert_close(mine.series(name), theirs.series(name), tolerance)
-    assert_close([e["loss"] for e in mine.evaluations], [e["loss"] for e in theirs.evaluations], tolerance)
+    for name in losses:
+        assert_close([e[name] for e in mine.evaluations], [e[name] for e in theirs.evaluations], tolerance)
+    if len(losses) > 1:
+        assert_close(theirs.series("loss"), np.add(*(theirs.series(name) for name in losses[1:])), 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +83,18 @@ def test_resumed_equals_uninterrupted(
             np.testing.assert_array_equal(mine.local[name], values, err_msg=name)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sixteen_bits_follow_the_float32_run(ranks: Ranks, data_path: str, precision: str) -> None:
+    scale = {"initial_loss_scale": 2.0**12} if precision == "fp16" else {}
+    chosen: dict[str, Any] = {"train_iters": 6, "eval_iters": 0}
+    (expected,) = ranks(1, run_pretrain_bert, flags(data_path, **chosen))
+    low = flags(data_path, **chosen, **scale, **{precision: True})
+    actual = reporting(ranks(2, run_pretrain_bert, [*low, *TENSOR, SP]))
+    assert actual.series("loss") != expected.series("loss")
+    assert_close(actual.series("loss"), expected.series("loss"), 5e-3)
+    assert_close(actual.series("grad-norm"), expected.series("grad-norm"), 5e-2)
+
+
 def test_losses_of_a_micro_batch() -> None:
     """Against means written out sample by sample."""
     generator = torch.Generator().manual_seed(0)
@@ -88,11 +104,14 @@ def test_losses_of_a_micro_batch() -> None:
     orders = [F.cross_entropy(binary[i : i + 1], batch["is_random"][i : i + 1]).item() for i in range(3)]
     masked = [float(lm[i][mask[i] == 1].sum()) for i in range(3)]
     weighted = sum(masked) + 2 * orders[0] + 4 * orders[1] + 1 * orders[2]
-    total, count = pretrain_bert.losses(BertOutput(lm, binary), batch, "tokens")
+    total, count, parts = pretrain_bert.losses(BertOutput(lm, binary), batch, "tokens")
+    assert [part.item() for part in parts] == pytest.approx([sum(masked), weighted - sum(masked)])
     assert (total.item(), count.item()) == (pytest.approx(weighted), 7)
-    total, count = pretrain_bert.losses(BertOutput(lm, binary), batch, "microbatch")
+    total, count, parts = pretrain_bert.losses(BertOutput(lm, binary), batch, "microbatch")
+    assert [part.item() / count.item() for part in parts] == pytest.approx([sum(masked) / 7, sum(orders) / 3])
     assert total.item() / count.item() == pytest.approx(sum(masked) / 7 + sum(orders) / 3)
-    total, count = pretrain_bert.losses(BertOutput(lm, None), batch, "tokens")
+    total, count, parts = pretrain_bert.losses(BertOutput(lm, None), batch, "tokens")
+    assert parts == ()
     assert (total.item(), count.item()) == (pytest.approx(sum(masked)), 7)
 
 
@@ -122,5 +141,7 @@ def test_mistakes_are_told(ranks: Ranks, capsys: pytest.CaptureFixture[str], dat
     ranks(1, run_pretrain_bert, bert)
     (told,) = complaints(capsys, flags(data_path, load=tmp_path / "gpt"))
     assert told == f"--load {tmp_path / 'gpt'}: its checkpoint is of gpt, this run trains bert"
+    told_of = complaints(capsys, flags(data_path, load=tmp_path / "bert", short_seq_prob=0.25))
+    assert any("--short-seq-prob is 0.25 and was 0.5, so samples are made anew" in told for told in told_of)
     told_of = complaints(capsys, flags(data_path, load=tmp_path / "bert", bert_no_binary_head=True))
     assert told_of == [f"--bert-no-binary-head True: the model of the checkpoint in {tmp_path / 'bert'} has False"]
