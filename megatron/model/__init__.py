@@ -2,6 +2,7 @@
 
 from megatron.model.bert import BertEncoder, BertModel, BertOutput, Encoding, build_bert
 from megatron.model.bert_tasks import BertForClassification, BertForMultipleChoice
+from megatron.model.cache import CachedRows, KeyValueCache
 from megatron.model.chunk import Chunk
 from megatron.model.config import TransformerConfig
 from megatron.model.gpt import GPTModel, build_gpt
@@ -15,9 +16,11 @@ __all__ = [
     "BertForMultipleChoice",
     "BertModel",
     "BertOutput",
+    "CachedRows",
     "Chunk",
     "Encoding",
     "GPTModel",
+    "KeyValueCache",
     "RecomputeConfig",
     "TransformerConfig",
     "build_bert",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron import mpu
+from megatron.model.cache import LayerCache
 from megatron.model.config import TransformerConfig
 from megatron.model.documents import Visible, attend_within
 from megatron.model.dropout import dropout_stream
@@ -63,6 +64,8 @@ class SelfAttention(nn.Module):
         heads = fused.unflatten(-1, (-1, 3, self.head_size))  # [s, b, n/t, 3, d]
         query, key, value = (part.permute(1, 2, 0, 3) for part in heads.unbind(3))  # [b, n/t, s, d]
         attend: Callable[[Tensor, Tensor, Tensor], Tensor] = self.attend
+        if isinstance(visible, LayerCache):
+            key, value, visible = visible.extend(key, value)  # [b, n/t, all tokens so far, d]
         if isinstance(visible, Tensor):
             attend = functools.partial(self.attend, mask=visible)
         elif visible is not None:
@@ -74,10 +77,10 @@ class SelfAttention(nn.Module):
         return self.dense(context.permute(2, 0, 1, 3).flatten(2))  # from [b, n/t, s, d]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attention itself, [b, n/t, s, d] each; `mask` [b, 1, 1, s] is true for what may be seen.
+        """Attention itself, [b, n/t, s, d] each; `mask` [b, 1, 1, s] is true for what all queries may see.
 
         Dropout comes from this tensor rank's own stream, since each rank has other heads.
         """
         p = self.dropout if self.training else 0.0
         with dropout_stream(sharded=p > 0):
-            return self.kernel(query, key, value, causal=self.causal, p=p, mask=mask)
+            return self.kernel(query, key, value, causal=self.causal and mask is None, p=p, mask=mask)

@@ -10,10 +10,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from megatron.model.cache import LayerCache
+
 # For each sample of a micro-batch the tokens of each of its documents, in order; each list adds up to s.
 DocumentLengths = Sequence[Sequence[int]]
-# What a position sees of its sample: those of its own document, or those where a mask [b, 1, 1, s] is true, or all.
-Visible = DocumentLengths | Tensor | None
+# What a position sees of its sample: those of its own document, those where a mask [b, 1, 1, s] is true, those that a
+# cache holds, or all.
+Visible = DocumentLengths | Tensor | LayerCache | None
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 

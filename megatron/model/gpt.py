@@ -5,8 +5,9 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
+from megatron.model.cache import CachedRows, KeyValueCache
 from megatron.model.config import TransformerConfig
-from megatron.model.documents import as_document_lengths
+from megatron.model.documents import Visible, as_document_lengths
 from megatron.model.init import initialize_parameters
 from megatron.model.output import OutputLayer
 from megatron.model.staged import Layout, Split, StagedModel, check_ids
@@ -47,6 +48,8 @@ class GPTModel(StagedModel):
         labels: Tensor | None = None,
         *,
         document_lengths: Tensor | None = None,
+        cache: CachedRows | None = None,
+        logits_at: Tensor | None = None,
         hidden: Tensor | None = None,
         chunk: int = 0,
     ) -> Tensor:
@@ -58,6 +61,9 @@ class GPTModel(StagedModel):
             labels: the ids to predict, [b, s]; a token with a negative one does not count, its loss is 0.
             document_lengths: integers [b, s] on the host: the tokens of each document of a sample, then zeros. A token
                 attends to its own document alone. Without them a sample is one document.
+            cache: holds the tokens before these, and keeps these; with it there are no `position_ids` and
+                `document_lengths`, and dropout is off (`new_cache`).
+            logits_at: places in the sequence, [b, k], whose logits are wanted, [b, k, v/t]; all by default.
             hidden: what the stage before has given, for every stage but the first; of `boundary_shape`.
             chunk: which of the stages of this rank is to work.
 
@@ -71,11 +77,28 @@ class GPTModel(StagedModel):
         differ, a sequence longer than `--max-position-embeddings`, and one that sequence parallelism cannot divide.
         """
         check_ids(tokens, position_ids=position_ids, labels=labels)
-        documents = as_document_lengths(document_lengths, tokens)
-        hidden = self.hidden_states(tokens, hidden, documents, chunk, position_ids=position_ids)
+        visible: Visible | CachedRows = as_document_lengths(document_lengths, tokens) if cache is None else cache
+        position_ids = position_ids if cache is None else cache.position_ids
+        hidden = self.hidden_states(tokens, hidden, visible, chunk, position_ids=position_ids)
         if self.output_layer is None or not self.transformer.stages[chunk].head:
             return hidden
+        if logits_at is not None:
+            assert not self.sequence_parallel, "the places of a sequence lie on several ranks"
+            hidden = hidden[logits_at.t(), torch.arange(len(tokens), device=tokens.device)]  # [k, b, h]
         return self.output_layer(hidden, labels, self.tied_weight)
+
+    def new_cache(self, rows: int, columns: int) -> KeyValueCache:
+        """Room to continue `rows` sequences of up to `columns` tokens in the layers that are here, empty."""
+        weight = next(self.transformer.parameters())
+        return KeyValueCache(
+            self.transformer.layers,
+            rows=rows,
+            heads=self.config.num_attention_heads // self.group.size,
+            columns=columns,
+            head_size=self.config.head_size,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
 
 
 def build_gpt(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.base.stages import StagePart
+from megatron.model.cache import CachedRows
 from megatron.model.chunk import Chunk
 from megatron.model.config import TransformerConfig
 from megatron.model.documents import Visible
@@ -121,7 +122,7 @@ class StagedModel(nn.Module):
         self,
         tokens: Tensor,
         hidden: Tensor | None,
-        visible: Visible,
+        visible: Visible | CachedRows,
         chunk: int,
         **ids: Tensor | None,
     ) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.base.complaints import raise_joined
 from megatron.base.stages import StagePart, part_problems, whole_model
+from megatron.model.cache import CachedRows
 from megatron.model.config import TransformerConfig
 from megatron.model.documents import Visible
 from megatron.model.layer import transformer_layer
@@ -70,7 +71,7 @@ class Transformer(nn.Module):
         layers = [self.layers[str(number)] for number in part.layers]
         return [*layers, self.final_layernorm] if part.head and self.final_layernorm is not None else layers
 
-    def forward(self, hidden: Tensor, visible: Visible = None, chunk: int = 0) -> Tensor:
+    def forward(self, hidden: Tensor, visible: Visible | CachedRows = None, chunk: int = 0) -> Tensor:
         """[s, b, h] -> [s, b, h], or this rank's [s/t, b, h] of both, through the layers of its stage `chunk`.
 
         `visible` says what a position sees of its sample.
@@ -85,8 +86,9 @@ class Transformer(nn.Module):
                 hidden = run(hidden)
         return self.final_layernorm(hidden) if part.head and self.final_layernorm is not None else hidden
 
-    def run(self, names: Sequence[str], visible: Visible, hidden: Tensor) -> Tensor:
+    def run(self, names: Sequence[str], visible: Visible | CachedRows, hidden: Tensor) -> Tensor:
         """The layers of these names, one after another."""
         for name in names:
-            hidden = self.layers[name](hidden, visible)
+            seen = visible.of(name) if isinstance(visible, CachedRows) else visible
+            hidden = self.layers[name](hidden, seen)
         return hidden

@@ -1,5 +1,7 @@
-"""tools/generate_text.py: from a checkpoint saved at one layout, the same text at another; mistakes in a sentence."""
+"""tools/generate_text.py: from a checkpoint saved at one layout, the same text at another; files; mistakes."""
 
+import builtins
+import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -8,10 +10,9 @@ import pytest
 import torch
 
 from megatron import mpu
-from megatron.tasks.trained import load_gpt, stored_config
-from megatron.training.arguments import parse_composed
+from megatron.tasks.trained import load_gpt, parse_request, stored_config
 from tests.harness.ranks import Ranks
-from tests.harness.runs import flags, run_pretrain, write_documents
+from tests.harness.runs import EOD, VOCAB_SIZE, flags, run_pretrain, write_documents
 
 TOOL = Path(__file__).resolve().parent.parent.parent / "tools" / "generate_text.py"
 
@@ -20,10 +21,10 @@ def tool() -> dict[str, Any]:
     return runpy.run_path(str(TOOL), run_name="generate_text")
 
 
-def written(rank: int, world_size: int, load: str, *words: str) -> str:
+def written(rank: int, world_size: int, load: str, *words: str) -> str | None:
     names = tool()
-    asked = ["--tensor-model-parallel-size", str(world_size), "--load", load, "--distributed-backend", "gloo", *words]
-    return names["write_text"](parse_composed(names["Request"], asked, world_size=world_size))
+    asked = ["--load", load, "--distributed-backend", "gloo", *words]
+    return names["run"](parse_request(names["Request"], asked, prog="generate_text.py"))
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +36,13 @@ def checkpoints(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "saved")
 
 
-@pytest.mark.parametrize("words", [("--temperature", "0"), ("--temperature", "0.7", "--top-k", "5")])
+@pytest.mark.parametrize("words", [("--temperature", "0"), ("--temperature", "0.7", "--top_k", "5", "--top_p", "0.9")])
 def test_text_is_the_same_at_every_layout(ranks: Ranks, checkpoints: str, words: tuple[str, ...]) -> None:
-    asked = ["--prompt", "1 2 3", "--out-seq-length", "20", *words]
+    asked = ["--prompt", "1 2 3", "--out-seq-length", "12", *words]
     texts = {t: ranks(t, written, checkpoints, *asked) for t in (1, 2, 4)}
-    assert texts[1][0].startswith("1 2 3")
-    assert len(texts[1][0]) > len("1 2 3")
+    texts[-2] = ranks(2, written, checkpoints, "--pipeline-model-parallel-size", "2", *asked)
+    texts[-1] = ranks(1, written, checkpoints, "--recompute", *asked)
+    assert texts[1][0].startswith("1 2 3 ")
     assert {text for found in texts.values() for text in found} == {texts[1][0]}
 
 
@@ -55,8 +57,67 @@ def test_text_of_a_checkpoint_of_a_pipeline(ranks: Ranks, tmp_path: Path, untied
     ranks(2, run_pretrain, [*words, *stages, "--save", str(tmp_path / "split")])
     ranks(1, run_pretrain, [*words, "--save", str(tmp_path / "whole")])
     asked = ["--prompt", "1 2 3", "--out-seq-length", "8", "--temperature", "0"]
-    texts = {text for name in ("split", "whole") for text in ranks(1, written, str(tmp_path / name), *asked)}
-    assert len(texts) == 1
+    texts = [text for name in ("split", "whole") for text in ranks(1, written, str(tmp_path / name), *asked)]
+    # three ranks do not divide four layers
+    texts += ranks(3, written, str(tmp_path / "whole"), "--pipeline-model-parallel-size", "3", *asked)
+    assert len(set(texts)) == 1
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_file_of_prompts(ranks: Ranks, checkpoints: str, tmp_path: Path) -> None:
+    """Each as if it were alone, whatever else is in the file; what an object says beside its prompt stays."""
+    source, output = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
+    given = [{"prompt": "1 2 3", "id": 7}, {"prompt": "5"}, {"prompt": "4 9 9 9 9 9 9"}]
+    source.write_text("\n".join(json.dumps(one) for one in given) + "\n\n")
+    asked = ["--sample-input-file", str(source), "--out-seq-length", "12", "--seed", "3"]
+    ranks(2, written, checkpoints, *asked, "--sample-output-file", str(output), "--micro-batch-size", "2")
+    found = lines(output)
+    assert [{k: one[k] for k in ("prompt", "id") if k in one} for one in found] == given
+    assert found[2]["finish_reason"] in ("stop", "context")  # 16 tokens are the context
+    (alone,) = ranks(1, written, checkpoints, "--prompt", "1 2 3", "--out-seq-length", "12", "--seed", "3")
+    assert alone == "1 2 3" + found[0]["text"]
+    plain = tmp_path / "prompts.txt"
+    plain.write_bytes(b"1 2 3\r\n5\n \n4 9 9 9 9 9 9")  # without a last newline
+    ranks(1, written, checkpoints, *asked[:1], str(plain), *asked[2:], "--micro-batch-size", "1")
+    assert [one["text"] for one in lines(Path(f"{plain}.out"))] == [one["text"] for one in found]
+
+
+def test_texts_from_nothing(ranks: Ranks, checkpoints: str, tmp_path: Path) -> None:
+    output = tmp_path / "samples.jsonl"
+    output.write_text("what was there before")
+    asked = ["--num-samples", "5", "--genfile", str(output), "--out-seq-length", "6", "--stop-ids", "3"]
+    ranks(1, written, checkpoints, *asked)
+    found = lines(output)
+    assert len(found) == 5
+    assert len({one["text"] for one in found}) > 1
+    for one in found:
+        ids = one["text"].split()
+        assert not {"3", str(EOD)} & set(ids)
+        assert len(ids) == one["length"] - (one["finish_reason"] == "stop") <= 6
+
+
+def test_a_conversation(checkpoints: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts one after another, a wrong one among them, until the input ends."""
+    said = iter(["1 2 3", "", "word", " ".join("1" * 17), "1 2 3 4 5 6 7 8 9 1 2 3 4 5 6"])
+
+    def answer(question: str) -> str:
+        for words in said:
+            return words
+        raise EOFError
+
+    monkeypatch.setattr(builtins, "input", answer)
+    tool()["main"](["--load", checkpoints, "--greedy", "--out-seq-length", "4", "--distributed-backend", "gloo"])
+    told = capsys.readouterr()
+    first, second = [line for line in told.out.splitlines() if line]
+    assert first.startswith("1 2 3 ") and len(first.split()) <= 7
+    assert second.startswith("1 2 3 4 5 6 7 8 9 1 2 3 4 5 6 ") and len(second.split()) <= 17
+    wrong, long, *ends = told.err.splitlines()
+    assert "not 'word'" in wrong
+    assert "the prompt has 17 tokens: the model takes 16 at most" in long
+    assert ends == ["the text ends at the model's context of 16 tokens"] * (len(second.split()) == 17)
 
 
 def loaded_dtype(rank: int, world_size: int, load: str, dtype: torch.dtype | None) -> torch.dtype:
@@ -97,18 +158,46 @@ def test_text_of_a_checkpoint_of_sixteen_bits(ranks: Ranks, tmp_path: Path, prec
 
 def test_mistakes_are_told(checkpoints: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main = tool()["main"]
+    files = {"empty": "", "bad.jsonl": '{"prompt": "1"}\n{"prompt": 2}', "word.jsonl": '{"prompt": "word"}'}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    files = {name: str(tmp_path / name) for name in files}
+    (tmp_path / "latin").write_bytes(b"\xe9")
+    here = ["--load", checkpoints]
     for words, sentence in (
         (["--load", str(tmp_path), "--prompt", "1"], "there is no checkpoint"),
-        (["--load", checkpoints, "--prompt", ""], "--prompt: it is empty"),
-        (["--load", checkpoints, "--prompt", "1", "--top-k", "-1"], "--top-k -1"),
-        (
-            ["--load", checkpoints, "--prompt", "1", "--tensor-model-parallel-size", "2"],
-            "must equal the number of ranks",
-        ),
+        ([*here, "--prompt", "1", "--ckpt-step", "3"], "iter_0000003"),
+        ([*here, "--prompt", ""], "the prompt is empty"),
+        ([*here, "--prompt", " ".join("1" * 17)], "the prompt has 17 tokens: the model takes 16 at most"),
+        ([*here, "--prompt", "1", "--stop-ids", "5000"], f"stop token 5000: the vocabulary has ids 0 to {EOD}"),
+        ([*here, "--prompt", "1", "--stop", ""], "--stop: a string is empty"),
+        ([*here, "--prompt", "1", "--top-k", "-1"], "--top-k -1"),
+        ([*here, "--prompt", "1", "--top-p", "2"], "--top-p 2.0: it must be from 0 to 1"),
+        ([*here, "--prompt", "1", "--tensor-model-parallel-size", "2"], "must equal the number of ranks"),
+        ([*here, "--prompt", "1", "--pipeline-model-parallel-size", "2"], "must equal the number of ranks"),
         (["--prompt", "1"], "--load is not given"),
-        (["--load", checkpoints, "--prompt", "1", "--sequence-parallel"], "--sequence-parallel: it is for training"),
+        ([*here, "--prompt", "1", "--sequence-parallel"], "--sequence-parallel: it is for training"),
+        ([*here, "--prompt", "1", "--num-samples", "2"], "--prompt and --num-samples: choose one of them"),
+        ([*here, "--num-samples", "2"], "--num-samples and --genfile: one needs the other"),
+        ([*here, "--sample-input-file", str(tmp_path / "none")], "there is no such file"),
+        ([*here, "--sample-input-file", files["empty"]], "there is no prompt in it"),
+        ([*here, "--sample-input-file", files["bad.jsonl"]], "bad.jsonl, line 2: it must be a JSON object"),
+        ([*here, "--sample-input-file", files["word.jsonl"]], "not 'word'"),
+        ([*here, "--sample-input-file", str(tmp_path / "latin")], "it is not UTF-8"),
+        ([*here, "--sample-input-file", files["empty"], "--sample-output-file", files["empty"]], "file of the prompts"),
+        ([*here, "--prompt", "1", "--vocab-size", "50"], "--vocab-size is not known"),
+        ([*here, "--prompt", "1", "--tokenizer-type", "GPT2BPETokenizer"], "needs --vocab-file and --merge-file"),
+        ([*here, "--prompt", "1", *other_tokenizer(tmp_path)], f"has {VOCAB_SIZE}: it is not the tokenizer of"),
     ):
         with pytest.raises(SystemExit) as caught:
             main([*words, "--distributed-backend", "gloo"])
         assert caught.value.code == 2
         assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "bad.jsonl.out").exists()
+
+
+def other_tokenizer(folder: Path) -> list[str]:
+    """Flags of a tokenizer that is not the checkpoint's."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "1"]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    return ["--tokenizer-type", "BertWordPieceCase", "--vocab-file", str(folder / "vocab.txt")]

@@ -1,58 +1,135 @@
-"""Choosing tokens and continuing a prompt, on logits that a test can reason about."""
+"""Continuing prompts side by side, and the texts that come of it, with a model that counts."""
+
+import math
+from typing import Any
 
 import pytest
 import torch
 
-from megatron.tasks.generation import generate, sample_tokens
+from megatron.tasks.generation import Chosen, Continuations, Prompt, continue_prompts
+from megatron.tasks.sampling import SamplingConfig
+from megatron.tasks.texts import TextStream
+from megatron.tasks.writer import write
+from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.config import TokenizerConfig
+from tests.harness.counting_model import CountingModel
+
+GREEDY = SamplingConfig(greedy=True)
 
 
-def counting_logits(tokens: torch.Tensor) -> torch.Tensor:
-    """A "model" of 10 ids that always expects the next number: [b, s] -> [b, s, 10]."""
-    return 5.0 * torch.nn.functional.one_hot((tokens + 1) % 10, 10).float()
+def continued(prompts: list[Prompt], rows: int, recompute: bool = False, **model: Any) -> list[list[int]]:
+    """The ids that are added to each prompt, and after them why it ended."""
+    texts = Continuations(CountingModel(**model), rows, recompute=recompute)
+    found: list[list[Any]] = [[] for _ in prompts]
+    for one in continue_prompts(texts, prompts):
+        found[one.number] += [one.token] if one.finish is None else [one.token, one.finish]
+    assert texts.room == rows
+    return found
 
 
-def test_greedy_takes_the_likeliest() -> None:
-    logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0]])
-    assert sample_tokens(logits, temperature=0).tolist() == [1, 0]
+@pytest.mark.parametrize("rows", [1, 2, 3, 9])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_each_prompt_goes_on_by_itself_and_ends_by_itself(rows: int, recompute: bool) -> None:
+    prompts = [
+        Prompt([1, 2], 3, GREEDY),
+        Prompt([5], 9, GREEDY, stop_ids={8}),
+        Prompt([7, 8, 9, 0, 1], 99, GREEDY),
+        Prompt([3], 0, GREEDY),
+        Prompt([4, 5, 6, 7, 8, 9, 0, 1], 5, GREEDY),
+        Prompt([9], 1, GREEDY),
+    ]
+    assert continued(prompts, rows, recompute, context=8) == [
+        [3, 4, 5, "length"],
+        [6, 7, 8, "stop"],
+        [2, 3, 4, 5, "context"],
+        [],
+        [2, "context"],
+        [0, "length"],
+    ]
 
 
-def test_sampling_follows_the_softmax_of_the_scaled_logits() -> None:
-    logits = torch.tensor([0.0, 1.0, 2.0]).expand(20_000, 3)
-    generator = torch.Generator().manual_seed(0)
-    counts = torch.bincount(sample_tokens(logits, temperature=2.0, generator=generator), minlength=3)
-    torch.testing.assert_close(counts / 20_000, (logits[0] / 2).softmax(0), atol=0.012, rtol=0)
+def test_only_the_new_token_is_read_again() -> None:
+    model = CountingModel()
+    texts = Continuations(model, 2)
+    texts.step({4: Prompt([1, 2, 3], 9, GREEDY)})
+    texts.step({5: Prompt([1, 2], 9, GREEDY)})
+    assert texts.step() == [Chosen(4, 6, None), Chosen(5, 4, None)]
+    texts.drop([4])
+    assert texts.step() == [Chosen(5, 5, None)]
+    assert model.asked == [[3], [1], [2], [1, 1], [1]]
 
 
-def test_top_k_leaves_out_the_others() -> None:
-    logits = torch.tensor([0.0, 1.0, 2.0, 3.0]).expand(2_000, 4)
-    generator = torch.Generator().manual_seed(0)
-    assert set(sample_tokens(logits, top_k=2, generator=generator).tolist()) == {2, 3}
-    assert set(sample_tokens(logits, top_k=9, generator=generator).tolist()) == {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_k": -1}])
-def test_negative_settings_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="neither may be negative"):
-        sample_tokens(torch.zeros(1, 3), **wrong)  # type: ignore[arg-type]
-
-
-def test_generation_goes_on_within_the_context_and_ends_behind_eod() -> None:
-    seen = []
-
-    def logits_of(tokens: torch.Tensor) -> torch.Tensor:
-        seen.append(tokens.shape[1])
-        return counting_logits(tokens)
-
-    assert generate(logits_of, [1, 2], length=5, context=3, temperature=0) == [3, 4, 5, 6, 7]
-    assert seen == [2, 3, 3, 3, 3]
-    assert generate(counting_logits, [1], length=50, context=8, eod=4, temperature=0) == [2, 3, 4]
-    assert generate(counting_logits, [1], length=0, context=8) == []
-    with pytest.raises(ValueError, match="the prompt is empty"):
-        generate(counting_logits, [], length=1, context=8)
-
-
-def test_a_seed_repeats_its_text_and_leaves_the_default_generator_alone() -> None:
+def test_draws_depend_on_the_prompt_s_seed_alone() -> None:
+    """Neither on what is continued beside it, nor on when it began, nor on the default generator."""
     before = torch.get_rng_state()
-    texts = [generate(counting_logits, [1], length=30, context=8, temperature=4.0, seed=seed) for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
+    prompts = [Prompt([n], 12, SamplingConfig(temperature=4.0), seed=(seed, n)) for seed in (1, 2) for n in range(4)]
+    found = [continued(prompts, rows, counted=False) for rows in (1, 3, 8)]
+    assert found[0] == found[1] == found[2]
+    assert continued(prompts[3:4], 1, counted=False) == found[0][3:4]
+    assert continued(prompts[::-1], 5, counted=False) == found[0][::-1]
+    assert all(found[0][n] != found[0][n + 4] for n in range(4))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_logits_that_are_no_numbers_end_it() -> None:
+    with pytest.raises(FloatingPointError, match="no numbers"):
+        continued([Prompt([1], 3)], 1, sharpness=math.nan)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [
+        (Prompt([], 1), "the prompt is empty"),
+        (Prompt([1] * 17, 1), "the prompt has 17 tokens: the model takes 16 at most"),
+        (Prompt([1, 10], 1), "token 10: the vocabulary has ids 0 to 9"),
+        (Prompt([1], 1, stop_ids=(3, 11)), "stop token 11: the vocabulary has ids 0 to 9"),
+    ],
+)
+def test_prompts_that_are_none_for_the_model_are_told(prompt: Prompt, sentence: str) -> None:
+    model, tokenizer = CountingModel(), build_tokenizer(TokenizerConfig("NullTokenizer", vocab_size=10))
+    with pytest.raises(ValueError, match=f"prompt 2: {sentence}"):
+        write(Continuations(model, 2), tokenizer, [Prompt([1], 1), prompt])
+    assert model.asked == []
+
+
+class Letters:
+    """A tokenizer of bytes."""
+
+    def detokenize(self, ids: Any) -> str:
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+def streamed(text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], TextStream]:
+    stream = TextStream(Letters(), b"before: \xe2\x82", stop)  # type: ignore[arg-type]
+    return [stream.add(byte) for byte in text.encode()] + [stream.end()], stream
+
+
+def test_a_letter_of_several_ids_comes_whole() -> None:
+    pieces, stream = streamed("aé😀")
+    assert pieces == ["a", "", "é", "", "", "", "😀", ""]
+    assert stream.text == "aé😀"
+    unfinished = TextStream(Letters(), [], ())  # type: ignore[arg-type]
+    assert [unfinished.add(0xC3), unfinished.end()] == ["", "\ufffd"]
+
+
+def test_a_stop_is_never_given_nor_its_beginning() -> None:
+    pieces, stream = streamed("one two three", ("two t", "thr"))
+    assert "".join(pieces) == stream.text == "one "
+    assert stream.stopped
+    pieces, stream = streamed("tw tw", ("two",))
+    assert pieces == ["", "", "tw ", "", "", "tw"]
+    assert not stream.stopped
+
+
+def test_a_stop_string_ends_the_text_and_frees_the_place() -> None:
+    tokenizer = build_tokenizer(TokenizerConfig("NullTokenizer", vocab_size=10))
+    texts = Continuations(CountingModel(), 1)
+    heard: list[str] = []
+    prompts = [Prompt([1], 9, GREEDY), Prompt([2, 3], 3, GREEDY), Prompt([3], 4, GREEDY, stop_ids={6})]
+    one, two, three = write(texts, tokenizer, prompts, ["4 5"], heard.append)
+    assert (one.text, one.tokens, one.finish) == (" 2 3 ", 4, "stop")
+    assert (two.text, two.tokens, two.finish) == (" ", 2, "stop")
+    assert (three.text, three.tokens, three.finish) == (" ", 2, "stop")
+    assert "".join(heard) == one.text + two.text + three.text
+    (four,) = write(texts, tokenizer, [Prompt([3], 4, GREEDY, stop_ids={6})])
+    assert (four.text, four.tokens, four.finish) == (" 4 5", 3, "stop")

@@ -1,0 +1,65 @@
+"""From ids that come one by one to the text that they add to a prompt, cut where a string stops it."""
+
+from collections.abc import Sequence
+
+from megatron.tokenizer import Tokenizer
+
+# Ids of the prompt that are decoded along, so that blanks and letters of several ids come out right behind it.
+_TAIL = 16
+_BROKEN = "\ufffd"  # what a decoder gives for a letter of which only some bytes are there
+
+
+class TextStream:
+    """The text that grows behind a prompt.
+
+    What may still change is held back: a letter of which bytes are missing, and what may be the beginning of a string
+    that stops the text.
+
+    Args:
+        tokenizer: of the model.
+        prompt: ids before the text.
+        stop: strings none of which is empty; the text ends before the first of them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
+        self.text = ""  # what was given so far
+        self.stopped = False
+        self._decode = tokenizer.detokenize
+        self._tail, self._stop = list(prompt[-_TAIL:]), tuple(stop)
+        self._before = self._decode(self._tail)
+        self._ids: list[int] = []
+
+    def add(self, token: int) -> str:
+        """Take in an id; what the text is longer by for certain. Nothing comes after a stop."""
+        self._ids.append(token)
+        return self._give(hold=True)
+
+    def end(self) -> str:
+        """What was held back until the end."""
+        return self._give(hold=False)
+
+    def _give(self, hold: bool) -> str:
+        if self.stopped:
+            return ""
+        text = self._decoded()
+        found = [at for at in (text.find(word) for word in self._stop) if at >= 0]
+        if found:
+            self.stopped = True
+            text = text[: min(found)]
+        elif hold:
+            text = text[: len(text) - self._uncertain(text)]
+        if not text.startswith(self.text):  # decoders may change what is before; what was given stands
+            return ""
+        more = text[len(self.text) :]
+        self.text = text
+        return more
+
+    def _decoded(self) -> str:
+        whole = self._decode([*self._tail, *self._ids])
+        return whole[len(self._before) :] if whole.startswith(self._before) else self._decode(self._ids)
+
+    def _uncertain(self, text: str) -> int:
+        """How many letters at the end may still change or be the beginning of a stop."""
+        broken = len(text) - len(text.rstrip(_BROKEN))
+        begun = [n for word in self._stop for n in range(1, len(word)) if text.endswith(word[:n])]
+        return max([broken, *begun])
