@@ -1,6 +1,7 @@
 """RACE: questions about an article with four options each, from folders of files (Lai et al., arXiv:1704.04683)."""
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -101,7 +102,7 @@ def _problem(fields: Any) -> str:
         return "its counts differ: " + ", ".join(f"{count} {name}" for name, count in counts.items())
     questions = zip(fields["questions"], fields["options"], fields["answers"], strict=True)
     problems = (_question_problem(number, *question) for number, question in enumerate(questions, 1))
-    return next(filter(None, problems), "")
+    return next(filter(None, problems), "") or _text_problem(fields)
 
 
 def _question_problem(number: int, question: Any, options: Any, answer: Any) -> str:
@@ -111,6 +112,15 @@ def _question_problem(number: int, question: Any, options: Any, answer: Any) -> 
         return f"question {number} must have {len(LETTERS)} options that are texts, and has {options!r:.80}"
     if not isinstance(answer, str) or answer not in LETTERS:
         return f"the answer to question {number} is {answer!r:.40}: it must be one of {', '.join(LETTERS)}"
+    return ""
+
+
+def _text_problem(fields: dict[str, Any]) -> str:
+    """JSON may spell half a character, which is no text."""
+    try:
+        "".join([fields["article"], *fields["questions"], *itertools.chain(*fields["options"])]).encode()
+    except UnicodeEncodeError as error:
+        return f"it holds the half character {error.object[error.start]!r}, which is no text"
     return ""
 
 

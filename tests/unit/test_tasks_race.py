@@ -70,6 +70,8 @@ def test_stray_files_are_left_alone(tmp_path: Path) -> None:
         ({"answers": [0, 3]}, "the answer to question 1 is 0"),
         ({"questions": ["is", 3]}, "question 2 must be a text, and is a int"),
         ({"options": [["w1", "w2", "w3"], GOOD["options"][1]]}, "question 1 must have 4 options"),
+        ({"article": "w1 \ud800"}, "it holds the half character '\\ud800', which is no text"),
+        ({"options": [["w1", "w2", "w3", "\udfff"], GOOD["options"][1]]}, "it holds the half character"),
         ({"options": [[1, 2, 3, 4], GOOD["options"][1]]}, "question 1 must have 4 options"),
     ],
 )
