@@ -17,9 +17,9 @@ from megatron import mpu
 from megatron.base.formulas import bert_head_flops
 from megatron.data import BertIds, build_bert_datasets
 from megatron.model import BertModel, BertOutput, Chunk, build_bert
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer import build_tokenizer
 from megatron.training.arguments import parse_composed
-from megatron.training.bert import BertRunConfig
+from megatron.training.bert import BertRunConfig, vocabulary_ids
 from megatron.training.failure import mistakes, user_errors
 from megatron.training.flops import flops_per_sample
 from megatron.training.loop import pretrain
@@ -41,18 +41,6 @@ def provide_model(config: BertRunConfig, vocab_size: int, dtype: torch.dtype, de
         sequence_parallel=config.distributed.sequence_parallel,
         recompute=config.recompute,
         stages=config.stages_of(mpu.get_pipeline_model_parallel_rank(), vocab_size),
-    )
-
-
-def vocabulary_ids(tokenizer: Tokenizer) -> BertIds:
-    """What masking must know of a vocabulary; ValueError for one without BERT's special tokens or parts of words."""
-    return BertIds(
-        tokenizer.cls,
-        tokenizer.sep,
-        tokenizer.mask,
-        tokenizer.pad,
-        special_ids=tokenizer.special_ids,
-        continues_word=tokenizer.continues_word(),
     )
 
 

@@ -27,6 +27,7 @@ def build_bert_datasets(
     seed: int,
     ids: BertIds,
     builds_indices: bool = True,
+    verify: bool = False,
 ) -> tuple[BertData | None, BertData | None, BertData | None]:
     """Train, validation and test dataset of the sets of sentences that `config` names.
 
@@ -37,11 +38,12 @@ def build_bert_datasets(
         num_samples: samples asked for of each; None is one pass over its documents, which a blend has not.
         builds_indices: whether this process computes maps that the cache lacks (one process of a node should), or waits
             for them.
+        verify: read all of the maps that the cache has.
 
     Raises ValueError where a set cannot be read, the train share is empty or any share that is asked for makes no
     sample, and where maps do not appear in time.
     """
-    cache = functools.partial(index_cache, config, builds=builds_indices)
+    cache = functools.partial(index_cache, config, builds=builds_indices, thorough=verify)
     maker = _Maker(config.seq_length, choices, seed, ids, cache)
     train, valid, test = ShareMaker(config, _documents, maker.make, cache).datasets(num_samples)
     return train, valid, test

@@ -27,6 +27,7 @@ def check_fast_forms(rank: int, world_size: int) -> None:
     mpu.initialize_model_parallel(1)
     for dtype in training_checks.KERNEL_TOLERANCES:
         training_checks.check_attention(CPU, dtype, SIZES)
+        training_checks.check_padding(CPU, dtype, SIZES)
         training_checks.check_norm(CPU, dtype)
     training_checks.check_adam(CPU)
 

@@ -10,11 +10,14 @@ import torch.nn.functional as F
 
 import pretrain_bert
 from megatron.model import BertOutput
+from megatron.training.arguments import parse_composed
+from megatron.training.bert import BertRunConfig
 from tests.harness.bert_runs import flags, run_pretrain_bert, write_sentences
 from tests.harness.closeness import assert_close
 from tests.harness.ranks import Ranks
 from tests.harness.runs import Outcome, assemble, reporting, run_pretrain
 from tests.harness.runs import flags as gpt_flags
+from tools import build_index
 
 SP, FULL = "--sequence-parallel", ["--recompute-granularity", "full"]
 TENSOR, PIPELINE = ["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]
@@ -113,6 +116,19 @@ def test_losses_of_a_micro_batch() -> None:
     total, count, parts = pretrain_bert.losses(BertOutput(lm, None), batch, "tokens")
     assert parts == ()
     assert (total.item(), count.item()) == (pytest.approx(sum(masked)), 7)
+
+
+def test_maps_made_beforehand_are_found_by_a_rank_that_makes_none(
+    ranks: Ranks, data_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = {"train_iters": 2, "data_cache_path": tmp_path / "cache", "data_cache_timeout_minutes": 0}
+    words = flags(data_path, **chosen)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ValueError, match="did not appear within 0 seconds"):
+        pretrain_bert.train(parse_composed(BertRunConfig, words, world_size=1))
+    build_index.main(["--bert", "--world-size", "2", *words])
+    assert "train: 16 samples from" in capsys.readouterr().out
+    pretrain_bert.train(parse_composed(BertRunConfig, words, world_size=1))
 
 
 def complaints(capsys: pytest.CaptureFixture[str], words: list[str]) -> list[str]:

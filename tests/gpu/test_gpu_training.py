@@ -84,6 +84,7 @@ def test_kernel_of_attention_against_the_matrix_written_out(gpu: torch.device, d
     if dtype == torch.bfloat16 and not has_bfloat16(gpu):
         pytest.skip("this GPU does not calculate in bfloat16")
     training_checks.check_attention(gpu, dtype, SIZES)
+    training_checks.check_padding(gpu, dtype, SIZES)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

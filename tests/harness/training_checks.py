@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import pretrain_gpt
 from megatron.base.activations import activation_bytes
-from megatron.model import RecomputeConfig, TransformerConfig, build_gpt
+from megatron.model import BertModel, RecomputeConfig, TransformerConfig, build_bert, build_gpt
 from megatron.model.norm import layer_norm
 from megatron.optimizer.adam import make_updater
 from megatron.optimizer.config import OptimizerConfig
@@ -62,6 +62,24 @@ def check_attention(device: torch.device, dtype: torch.dtype, sizes: Transformer
         losses.mean().backward()
         results.append((losses, {name: p.grad for name, p in model.named_parameters()}))
     largest = max(g.abs().max().item() for g in results[1][1].values() if g is not None)
+    assert_close(results[0], results[1], KERNEL_TOLERANCES[dtype], floor=largest)
+
+
+def check_padding(device: torch.device, dtype: torch.dtype, sizes: TransformerConfig) -> None:
+    """A BERT's losses and gradients over padded samples, whose real tokens see no padding, with both kernels."""
+    results = []
+    length = sizes.max_position_embeddings
+    for backend in ("fused", "unfused"):
+        config = dataclasses.replace(sizes, attention_backend=backend, attention_dropout=0.0, hidden_dropout=0.0)
+        model: BertModel = build_bert(config, 100, 1, dtype=dtype, device=device)
+        tokens = torch.randint(0, 100, (3, length), generator=torch.Generator().manual_seed(2)).to(device)
+        real = torch.arange(length, device=device) < torch.tensor([[length], [length // 2 + 1], [3]], device=device)
+        lm, order = model(tokens, padding_mask=real, labels=tokens.roll(1, 1).where(real, -1))  # [b, s], [b, 2]
+        (lm.sum() / real.sum() + order.float().sin().sum()).backward()
+        results.append((lm, order, {name: p.grad for name, p in model.named_parameters()}))
+        other = model(tokens.where(real, 7), padding_mask=real, labels=tokens.roll(1, 1).where(real, -1))
+        assert_close(other.lm, lm, KERNEL_TOLERANCES[dtype])
+    largest = max(g.abs().max().item() for g in results[1][2].values() if g is not None)
     assert_close(results[0], results[1], KERNEL_TOLERANCES[dtype], floor=largest)
 
 
