@@ -1,8 +1,9 @@
 """Speed of saving and loading, as ratios to PyTorch's own: `python tools/benchmark_checkpoint.py [--folder F]`.
 
 Saving is compared with torch.save and fsync, loading with torch.load(mmap=True) and a copy of every tensor into place:
-the same bytes, folder and number of threads, taken in turns in one run, medians. Files are in the page cache when they
-are loaded; with --cold they are not. Meant for a quiet machine, whose load is told.
+the same bytes, folder and number of threads, taken in turns in one run, medians; neither save has to wait for what the
+other left for the disk to do. Files are in the page cache when they are loaded; with --cold they are not. Meant for a
+quiet machine, whose load is told.
 """
 
 import contextlib
@@ -132,7 +133,9 @@ def time_saves(config: BenchmarkConfig, folder: Path, theirs: Theirs, tensors: P
     for iteration in range(1, config.rounds + 1):
         theirs.path.unlink(missing_ok=True)
         shutil.rmtree(folder / f"iter_{iteration - 1:07d}", ignore_errors=True)
+        os.sync()
         times["torch.save"].append(theirs.seconds("save"))
+        os.sync()
         began = time.perf_counter()
         save_checkpoint(folder, iteration, tensors, {}, {}, rank=0, world_size=1, layout={})
         times["save_checkpoint"].append(time.perf_counter() - began)

@@ -2,9 +2,11 @@
 
 import dataclasses
 import os
+import queue
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 import torch
 from torch import Tensor
@@ -36,12 +38,58 @@ def write_pieces(path: Path, pieces: Sequence[NewPiece], block_bytes: int) -> li
     stored = []
     with open(path, "xb") as stream:
         stream.write(_header(ordered, path.name))
-        for piece in ordered:
-            checksums = tuple(_write_block(stream, block) for block in _blocks(piece.values, block_bytes))
-            stored.append((piece.name, StoredPiece(path.name, piece.rectangle, checksums)))
+        with _Flusher(stream.fileno(), block_bytes) as flusher:
+            for piece in ordered:
+                checksums = tuple(_write_block(stream, block, flusher) for block in _blocks(piece.values, block_bytes))
+                stored.append((piece.name, StoredPiece(path.name, piece.rectangle, checksums)))
         stream.flush()
         os.fsync(stream.fileno())
     return stored
+
+
+class _Flusher:
+    """Has a thread send to the disk what is written already, a block after another, while more is being written.
+
+    So the disk is at work from the first block on, and little is left for the fsync at the end. Context manager, whose
+    end waits for the thread. Raises OSError, as soon as it is known, where the disk has failed: the system tells that
+    once, so that the fsync at the end may not hear of it.
+    """
+
+    def __init__(self, descriptor: int, block_bytes: int) -> None:
+        self._descriptor, self._block_bytes = descriptor, block_bytes
+        self._unflushed = 0
+        self._failure: OSError | None = None
+        self._asked = queue.SimpleQueue[bool]()
+        self._thread = threading.Thread(target=self._flush, name="checkpoint-flusher", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._asked.put(False)
+        self._thread.join()
+        if kind is None:
+            self._check()
+
+    def written(self, size: int) -> None:
+        """Take note of bytes that were written."""
+        self._check()
+        self._unflushed += size
+        if self._unflushed >= self._block_bytes and self._asked.empty():
+            self._asked.put(True)
+            self._unflushed = 0
+
+    def _flush(self) -> None:
+        while self._asked.get():
+            try:
+                getattr(os, "fdatasync", os.fsync)(self._descriptor)  # not every system has the first
+            except OSError as error:
+                self._failure = self._failure or error
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
 
 def _header(pieces: Sequence[NewPiece], file: str) -> bytes:
@@ -79,10 +127,12 @@ def _copied(values: Tensor, begin: int, target: Tensor) -> Tensor:
     return target
 
 
-def _write_block(stream: IO[bytes], block: Tensor) -> int:
+def _write_block(stream: IO[bytes], block: Tensor, flusher: _Flusher) -> int:
+    """Write bytes and have them flushed; returns their checksum."""
     content, checksum = block.numpy().data, 0
     for begin in range(0, len(content), CHUNK_BYTES):
         chunk = content[begin : begin + CHUNK_BYTES]
         checksum = crc32(chunk, checksum)
         stream.write(chunk)
+    flusher.written(len(content))
     return checksum

@@ -379,3 +379,20 @@ def test_leftovers_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture
         save(tmp_path, 20, 2.0)
         assert "removed .iter_0000020.tmp, the leftover of an interrupted save" in caplog.text
     assert {p.name for p in tmp_path.iterdir()} == {"iter_0000010", "iter_0000020", TRACKER, "notes.tmp"}
+
+
+def test_a_disk_that_fails_early_is_heard_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the thread that sends blocks to the disk while others are written: the fsync at the end may not be told."""
+    monkeypatch.setattr("megatron.checkpointing.save.BLOCK_BYTES", 64)
+    good_checkpoints(tmp_path)
+    told = []
+
+    def fail_once(descriptor: int) -> None:
+        told.append(descriptor)
+        if len(told) == 1:
+            fail()
+
+    monkeypatch.setattr(os, "fdatasync", fail_once)
+    assert "No space left on device" in attempt(tmp_path, 20)
+    assert load(tmp_path) == (10, 1.0)
+    assert attempt(tmp_path, 20) == "saved" and len(told) > 1
