@@ -1,5 +1,6 @@
 """What can be wrong with a fine-tuning: each is told in a sentence, the exit code is 2, nothing is written."""
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from megatron.model import BertModel, GPTModel, TransformerConfig
 from megatron.tasks import main
+from tests.harness import runs
 from tests.harness.finetuning import task_flags
 from tests.harness.race_files import VOCABULARY, write_race, write_tsv, write_vocabulary
 from tests.harness.ranks import Ranks
@@ -23,14 +25,7 @@ def race(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def complaints(capsys: pytest.CaptureFixture[str], words: list[str]) -> list[str]:
-    """The sentences of a run that must end with exit code 2 and without a traceback."""
-    with pytest.raises(SystemExit) as caught:
-        main.main(words)
-    assert caught.value.code == 2
-    error = capsys.readouterr().err
-    assert "Traceback" not in error
-    return [line.removeprefix("error: ") for line in error.splitlines() if line.startswith("error: ")]
+complaints = functools.partial(runs.complaints, main=main.main)
 
 
 @pytest.mark.parametrize(

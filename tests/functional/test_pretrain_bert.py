@@ -1,5 +1,6 @@
 """pretrain_bert.py: layouts and micro-batches change no loss, a resumed run is the whole one, mistakes are told."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pretrain_bert
 from megatron.model import BertOutput
 from megatron.training.arguments import parse_composed
 from megatron.training.bert import BertRunConfig
+from tests.harness import runs
 from tests.harness.bert_runs import flags, run_pretrain_bert, write_sentences
 from tests.harness.closeness import assert_close
 from tests.harness.ranks import Ranks
@@ -131,14 +133,7 @@ def test_maps_made_beforehand_are_found_by_a_rank_that_makes_none(
     pretrain_bert.train(parse_composed(BertRunConfig, words, world_size=1))
 
 
-def complaints(capsys: pytest.CaptureFixture[str], words: list[str]) -> list[str]:
-    """The sentences of a run that must end with exit code 2 and without a traceback."""
-    with pytest.raises(SystemExit) as caught:
-        pretrain_bert.main(words)
-    assert caught.value.code == 2
-    error = capsys.readouterr().err
-    assert "Traceback" not in error
-    return [line.removeprefix("error: ") for line in error.splitlines() if line.startswith("error: ")]
+complaints = functools.partial(runs.complaints, main=pretrain_bert.main)
 
 
 def test_mistakes_are_told(ranks: Ranks, capsys: pytest.CaptureFixture[str], data_path: str, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Whole pretraining runs for tests: a tiny GPT on synthetic documents, and what came of it on every rank."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +119,14 @@ def run_pretrain(rank: int, world_size: int, words: Sequence[str]) -> Outcome:
     return outcome_of(pretrain_gpt.train(config, [recorder]), recorder)
 
 
-def complaints(capsys: pytest.CaptureFixture[str], words: list[str]) -> list[str]:
-    """The sentences of a run that must end with exit code 2 and without a traceback."""
+def complaints(
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    main: Callable[[Sequence[str]], None] = pretrain_gpt.main,
+) -> list[str]:
+    """The sentences of a run by `main` that must end with exit code 2 and without a traceback."""
     with pytest.raises(SystemExit) as caught:
-        pretrain_gpt.main(words)
+        main(words)
     assert caught.value.code == 2
     error = capsys.readouterr().err
     assert "Traceback" not in error
