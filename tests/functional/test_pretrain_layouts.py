@@ -22,7 +22,7 @@ def run(ranks: Ranks, layout: tuple[int, int], words: list[str]) -> list[Outcome
 
 
 def test_loss_curves_agree_at_every_layout(ranks: Ranks, data_path: str) -> None:
-    curves = {layout: run(ranks, layout, flags(data_path))[0] for layout in LAYOUTS}
+    curves = {layout: run(ranks, layout, flags(data_path, micro_batch_size=4))[0] for layout in LAYOUTS}
     serial = curves[1, 1]
     assert serial.series("loss")[-1] < 0.97 * serial.series("loss")[0]
     for layout, outcome in curves.items():
@@ -45,7 +45,7 @@ def test_initial_weights_are_bit_equal_at_every_layout(ranks: Ranks, data_path: 
 
 
 def test_float64_losses_and_final_weights_agree(ranks: Ranks, data_path: str) -> None:
-    words = flags(data_path, params_dtype="float64")
+    words = flags(data_path, params_dtype="float64", micro_batch_size=4)
     serial_run = run(ranks, (1, 1), words)
     serial = assemble(serial_run)
     for layout in [(2, 1), (4, 1), (2, 2)]:

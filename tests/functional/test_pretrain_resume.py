@@ -35,8 +35,8 @@ SEEKING = ["--fp16", "--initial-loss-scale", str(2.0**22), "--loss-scale-window"
 @pytest.mark.parametrize(
     ("tensor", "world", "dropout", "workers", "more"),
     [
-        (1, 1, 0.1, 0, []),
-        (2, 2, 0.1, 2, []),
+        (1, 1, 0.1, 2, []),
+        (2, 2, 0.1, 0, []),
         (1, 2, 0.1, 0, []),
         (2, 2, 0.0, 0, []),
         (1, 2, 0.0, 0, SEEKING),

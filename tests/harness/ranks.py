@@ -23,6 +23,9 @@ _START_TIMEOUT = 180.0
 _GRACE = 1.0
 # How often to see whether a silent rank still lives.
 _LOOK_AGAIN = 0.5
+# A server that has loaded these once forks the workers, so that new ones cost little. PyTorch loads its compiler when
+# the first optimizer is made, which takes seconds.
+_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "tests.harness.worker", "pretrain_gpt"]
 
 
 class RankError(RuntimeError):
@@ -45,9 +48,8 @@ class _Worker:
     """A process, our end of its connection, and the file for its stacks."""
 
     def __init__(self, folder: Path, number: int) -> None:
-        # A server that has loaded PyTorch once forks the workers, so that new ones cost little.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "tests.harness.worker"])
+        context.set_forkserver_preload(_PRELOADED)
         self.stack_file = folder / f"stacks_{number}"
         self.connection: Connection
         self.connection, theirs = context.Pipe()
