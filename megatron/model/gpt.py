@@ -58,12 +58,14 @@ class GPTModel(StagedModel):
         Args:
             tokens: ids [b, s], int64.
             position_ids: [b, s], 0, 1, 2, ... by default.
-            labels: the ids to predict, [b, s]; a token with a negative one does not count, its loss is 0.
+            labels: the ids to predict, [b, s], or [b, k] where `logits_at` is given; a token with a negative one does
+                not count, its loss is 0.
             document_lengths: integers [b, s] on the host: the tokens of each document of a sample, then zeros. A token
                 attends to its own document alone. Without them a sample is one document.
             cache: holds the tokens before these, and keeps these; with it there are no `position_ids` and
                 `document_lengths`, and dropout is off (`new_cache`).
-            logits_at: places in the sequence, [b, k], whose logits are wanted, [b, k, v/t]; all by default.
+            logits_at: places in the sequence, [b, k], whose logits, [b, k, v/t], or losses, [b, k], are wanted; all by
+                default.
             hidden: what the stage before has given, for every stage but the first; of `boundary_shape`.
             chunk: which of the stages of this rank is to work.
 
@@ -76,7 +78,7 @@ class GPTModel(StagedModel):
         Raises ValueError for ids out of their range (on a CPU; on an accelerator the lookup fails there), shapes that
         differ, a sequence longer than `--max-position-embeddings`, and one that sequence parallelism cannot divide.
         """
-        check_ids(tokens, position_ids=position_ids, labels=labels)
+        check_ids(tokens, position_ids=position_ids, labels=labels if logits_at is None else None)
         visible: Visible | CachedRows = as_document_lengths(document_lengths, tokens) if cache is None else cache
         position_ids = position_ids if cache is None else cache.position_ids
         hidden = self.hidden_states(tokens, hidden, visible, chunk, position_ids=position_ids)

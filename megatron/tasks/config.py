@@ -123,7 +123,7 @@ class TaskCheckpointConfig(CheckpointConfig):
 
 @dataclasses.dataclass(frozen=True)
 class FinetuneConfig(RunConfig):
-    """Fine-tune a BERT on RACE, MNLI or QQP, or evaluate it."""
+    """Fine-tune a BERT on RACE, MNLI or QQP, or evaluate it; --task LAMBADA --help tells of evaluating a GPT."""
 
     training: EpochTrainingConfig
     data: TaskDataConfig

@@ -1,7 +1,7 @@
 """A GPT on tensor ranks and stages of a pipeline, asked for what comes next."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -68,17 +68,22 @@ class SplitGPT:
         return self.model.new_cache(rows, columns)
 
     def logits(self, tokens: Sequence[Sequence[int]], cache: CachedRows | None) -> Tensor | None:
-        """See `NextToken`; [b, v] on the last stage. Collectives: those of the model, one all-gather of the logits.
-
-        Between stages hidden states [s, b, h] are sent.
-        """
+        """See `NextToken`; [b, v] on the last stage. Collectives: those of `forward`, one all-gather of the logits."""
         longest = max(map(len, tokens))
         padded = torch.tensor([[*row, *[0] * (longest - len(row))] for row in tokens], device=self.device)  # [b, s]
         ends = torch.tensor([[len(row) - 1] for row in tokens], device=self.device)  # [b, 1]
-        hidden = None if self.first else self._receive(*padded.shape)
-        result = self.model(padded, hidden=hidden, cache=cache, logits_at=ends)
+        result = self.forward(padded, cache=cache, logits_at=ends)
+        return None if result is None else gather_logits(result[:, 0], self.vocab_size)
+
+    def forward(self, tokens: Tensor, **asked: Any) -> Tensor | None:
+        """What the model gives on the last stage for tokens [b, s] and what its `forward` takes beside them, else None.
+
+        Between stages hidden states [s, b, h] are sent. Collectives: those of the model.
+        """
+        hidden = None if self.first else self._receive(*tokens.shape)
+        result: Tensor = self.model(tokens, hidden=hidden, **asked)
         if self.last:
-            return gather_logits(result[:, 0], self.vocab_size)
+            return result
         dist.send(result.contiguous(), mpu.get_pipeline_model_parallel_next_rank(), self._pipeline())
         return None
 

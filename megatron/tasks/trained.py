@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from megatron.base.compose import ComposedConfig, combines, compose, make_sectio
 from megatron.base.config import Config, flag, minimum_problems
 from megatron.base.stages import StagePart
 from megatron.checkpointing import load_checkpoint, read_state
+from megatron.checkpointing.folders import TRACKER
 from megatron.model import GPTModel, TransformerConfig
 from megatron.pipeline import PipelineConfig
 from megatron.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
@@ -51,12 +53,14 @@ class TrainedConfig(Config):
 
 @dataclasses.dataclass(frozen=True)
 class TrainedRequest(ComposedConfig):
-    """What is asked of a trained model, whose ranks are all those of the world."""
+    """What is asked of a trained model, whose ranks are all those of the world, or one of several such groups."""
 
     distributed: DistributedConfig
     trained: TrainedConfig
 
-    ignored_flags: ClassVar[dict[str, str]] = {
+    # Whether the ranks beyond those of one model hold further copies of it, which share the work.
+    data_parallel: ClassVar[bool] = False
+    ignored_flags: ClassVar[Mapping[str, str]] = {
         "num-layers VALUE": _THE_CHECKPOINT,
         "hidden-size VALUE": _THE_CHECKPOINT,
         "num-attention-heads VALUE": _THE_CHECKPOINT,
@@ -70,10 +74,12 @@ class TrainedRequest(ComposedConfig):
         """Whether the ranks of the world are those of one model."""
         found = ["--sequence-parallel: it is for training"] if self.distributed.sequence_parallel else []
         t, p = self.distributed.tensor_model_parallel_size, self.trained.pipeline_model_parallel_size
-        if t * p != world_size:
+        if world_size % (t * p) if self.data_parallel else t * p != world_size:
             stages = "" if p == 1 else f" times --pipeline-model-parallel-size {p}"
+            relation = "divide" if self.data_parallel else "equal"
             found.append(
-                f"--tensor-model-parallel-size {t}: it{stages} must equal the number of ranks, which is {world_size}"
+                f"--tensor-model-parallel-size {t}: it{stages} must {relation} the number of ranks, which is "
+                f"{world_size}"
             )
         return found
 
@@ -82,13 +88,13 @@ Asked = TypeVar("Asked", bound=TrainedRequest)
 
 
 def parse_request(composed: type[Asked], argv: Sequence[str] | None, *, prog: str) -> Asked:
-    """Read the command line; all ranks of the world share each layer, or each stage, unless told otherwise.
+    """Read the command line; all ranks share each layer, or each stage, unless told otherwise or `data_parallel`.
 
     Raises `ConfigError` with every complaint, as `parse_composed`.
     """
     values, problems = read_flags(composed, argv, prog=prog)
     ranks, stages = world_size(), values.get("pipeline_model_parallel_size", 1)
-    if isinstance(stages, int) and 0 < stages <= ranks:
+    if not composed.data_parallel and isinstance(stages, int) and 0 < stages <= ranks:
         values.setdefault("tensor_model_parallel_size", ranks // stages)
     return compose(composed, values, ranks, problems, check_inputs=True)
 
@@ -111,6 +117,11 @@ def stored_config(directory: str | os.PathLike[str], iteration: int | None = Non
 
     Raises ValueError where there is none, it is of no GPT, or it does not say its model and tokenizer.
     """
+    if _is_hugging_face(directory):
+        raise ValueError(
+            f"{directory}: it is a folder of Hugging Face's; tools/convert_checkpoint.py --from hf --to native makes a "
+            "checkpoint of it that can be loaded"
+        )
     state = read_state(directory, iteration)
     config: dict[str, Any] = state.get("config", {})
     missing = [name for name in ("model", "tokenizer") if name not in config]
@@ -125,6 +136,11 @@ def stored_config(directory: str | os.PathLike[str], iteration: int | None = Non
         stored_precision(config).dtype,
         signature.get("vocab_size"),
     )
+
+
+def _is_hugging_face(directory: str | os.PathLike[str]) -> bool:
+    there = Path(directory)
+    return (there / "config.json").is_file() and not (there / TRACKER).exists()
 
 
 def tokenizer_of(trained: TrainedConfig, stored: StoredConfig) -> Tokenizer:

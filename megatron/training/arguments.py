@@ -245,7 +245,7 @@ def _opposite_text(name: str, action: argparse.Action) -> str:
     return f"; --no-{name.removeprefix('--')} turns it off"
 
 
-def _with_config_file(words: list[str]) -> list[str]:
+def with_config_file(words: list[str]) -> list[str]:
     """`words` behind those of the file that `--config` names, so that the command line wins."""
     parser = Parser(add_help=False)
     parser.add_argument("--config", nargs="?")
@@ -274,7 +274,7 @@ def read_flags(
     parser = _parser_of(composed, prog)
     actions = {name: action for action in parser._actions for name in action.option_strings}
     switches = [name for name, action in actions.items() if action.nargs == 0 and action.dest != "help"]
-    given = _values_attached(_with_config_file(list(sys.argv[1:] if argv is None else argv)), switches)
+    given = _values_attached(with_config_file(list(sys.argv[1:] if argv is None else argv)), switches)
     words, refused = _without_refused(given, actions)
     misspelt = [word for word in words if re.match("-h.", word)]  # argparse would end: -h with a value
     namespace, extras = parser.parse_known_args([word for word in words if word not in misspelt])

@@ -1,0 +1,102 @@
+"""LAMBADA: how often the last word of a passage is what the model would say."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from megatron.base.words import counted
+from megatron.tasks.evaluation import Evaluation, Figures, read_utf8
+from megatron.tasks.measures import right_guesses
+from megatron.tasks.windows import Window
+from megatron.tokenizer import Tokenizer
+
+_RULES = {
+    True: "strict: each subword of the last word is the likeliest one, given the right ones before it",
+    False: "not strict: the last subword of the text is the likeliest one, given all before it",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Passage:
+    """A text without the blanks around it, where it stands, and whether blanks stood behind it."""
+
+    line: int
+    text: str
+    blanks_behind: bool = False
+
+    @property
+    def parts(self) -> list[str]:
+        """What stands before the last word, if anything does, and the last word."""
+        return self.text.rsplit(None, 1)
+
+
+def read_passages(path: str) -> list[Passage]:
+    """The passages of a file with an object {"text": ...} on each line; lines of blanks are passed over.
+
+    Raises ValueError naming the file, and the line where it is one that is wrong.
+    """
+    lines = enumerate(read_utf8(path).split("\n"), 1)
+    passages = [_passage(path, number, line) for number, line in lines if line.strip()]
+    if not passages:
+        raise ValueError(f"--valid-data {path}: there is no passage in it")
+    return passages
+
+
+def _passage(path: str, number: int, line: str) -> Passage:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        value = None
+    text = value.get("text") if isinstance(value, dict) else None
+    if not isinstance(text, str):
+        raise ValueError(f'--valid-data {path}, line {number}: it must be a JSON object with a text as "text"')
+    return Passage(number, text.strip(), text != text.rstrip())
+
+
+def lambada(path: str, passages: Sequence[Passage], tokenizer: Tokenizer, length: int, *, strict: bool) -> Evaluation:
+    """The evaluation of passages, of each of which the model reads up to `length` tokens, the last ones.
+
+    A passage of one word has nothing to guess it from, and is not scored. Raises ValueError where none can be.
+    """
+    several = [one for one in passages if len(one.parts) == 2]
+    left_out = {one.line: "it has less than two words" for one in passages if len(one.parts) < 2}
+    windows = []
+    for one, window in zip(several, _windows(several, tokenizer, strict), strict=True):
+        if 0 < window.scored < len(window.ids) and window.scored <= length:
+            windows.append(Window(window.ids[-length - 1 :], window.scored))
+        else:
+            left_out[one.line] = f"its last word has {window.scored} of its {len(window.ids)} tokens, too many to read"
+    notes = [f"line {line}: it is not scored, for {why}" for line, why in sorted(left_out.items())]
+    if not windows:
+        raise ValueError(f"--valid-data {path}: no passage in it can be scored; {notes[0]}")
+    blanks = sum(one.blanks_behind for one in passages)
+    cut = [f"the blanks at the end of {counted(blanks, 'passage')} are left out"] if blanks else []
+    told = [f"{path}: {note}" for note in notes + cut]
+    return Evaluation(windows, right_guesses, functools.partial(figures, windows, told, len(left_out), strict))
+
+
+def _windows(passages: Sequence[Passage], tokenizer: Tokenizer, strict: bool) -> Iterator[Window]:
+    """All tokens of each, and how many of them are to be guessed."""
+    if not strict:
+        for ids in tokenizer.tokenize_batch([one.text for one in passages]):
+            yield Window(np.asarray(ids, np.int64), 1)
+        return
+    contexts = tokenizer.tokenize_batch([one.parts[0] for one in passages])
+    words = tokenizer.tokenize_batch([" " + one.parts[1] for one in passages])
+    for context, word in zip(contexts, words, strict=True):
+        yield Window(np.asarray(context + word, np.int64), len(word))
+
+
+def figures(
+    windows: Sequence[Window], notes: list[str], left_out: int, strict: bool, right: Sequence[float]
+) -> Figures:
+    """The share of the windows of which all scored tokens are right, from each one's number of right tokens."""
+    hits = sum(count == window.scored for count, window in zip(right, windows, strict=True))
+    accuracy = hits / len(windows)
+    told = f"LAMBADA: accuracy {accuracy:.6f}, {hits} right of {counted(len(windows), 'passage')}"
+    unscored = f", {left_out} not scored" if left_out else ""
+    numbers = {"accuracy": accuracy, "right": hits, "passages": len(windows), "left_out": left_out}
+    return Figures(numbers, [*notes, f"{told}{unscored}; {_RULES[strict]}"])
