@@ -183,8 +183,10 @@ def _write_native(asked: ConvertConfig, transfer: Transfer, tokenizer: Tokenizer
 
 def _format(dtype: torch.dtype) -> dict[str, Any]:
     """The fields of a run's config that ask for weights in `dtype`."""
-    full = "float64" if dtype == torch.float64 else "float32"
-    return {"fp16": dtype == torch.float16, "bf16": dtype == torch.bfloat16, "params_dtype": full}
+    full, bf16 = "float64" if dtype == torch.float64 else "float32", dtype == torch.bfloat16
+    # With bf16 gradients are always added up in float32, and a source may have asked for something else.
+    sums: dict[str, Any] = {"accumulate_allreduce_grads_in_fp32": None} if bf16 else {}
+    return {"fp16": dtype == torch.float16, "bf16": bf16, "params_dtype": full, **sums}
 
 
 def run_sections(kind: ModelKind) -> dict[str, type[Config]]:
@@ -224,15 +226,18 @@ def _check(asked: ConvertConfig, transfer: Transfer) -> None:
 
 
 def _logits(program: str, directory: str, step: int | None, transfer: Transfer, tokens: torch.Tensor) -> torch.Tensor:
-    """In float32, by our model or for a foreign format by its plain reference; with columns of padding rows."""
+    """In float32, by our model or for a foreign format by its plain reference; with columns of padding rows.
+
+    The weights are rounded to the number format of the result, so that the rounding is no difference.
+    """
     path, config, kind = Path(directory), transfer.config, transfer.kind
     if program == "native":
-        return native_logits(path, tokens, step)
+        return native_logits(path, tokens, step, transfer.dtype)
     if program == "megatron":
-        classic = classic_bert(path, config, kind, step) if kind.is_bert else classic_gpt(path, config, step)
-        return classic.logits(tokens)
-    model = hugging_face_bert_model(path, config, kind) if kind.is_bert else hugging_face_gpt(path, config)
-    return model.logits(tokens)
+        model = classic_bert(path, config, kind, step) if kind.is_bert else classic_gpt(path, config, step)
+    else:
+        model = hugging_face_bert_model(path, config, kind) if kind.is_bert else hugging_face_gpt(path, config)
+    return model.rounded(transfer.dtype).logits(tokens)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from megatron.base.config import Config, flag, minimum_problems
 from megatron.base.files import folder_problem
 from megatron.checkpointing.choice import iterations_to_try, other_choice
 from megatron.checkpointing.errors import DamageError
-from megatron.checkpointing.folders import TRACKER, complete_iterations, saved_iterations, whole_folder
+from megatron.checkpointing.folders import complete_iterations, none_there, saved_iterations, whole_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ def iterations_to_load(config: CheckpointConfig) -> list[int]:
         raise DamageError(f"{error}{other_choice(directory)}") from error
     if not iterations:
         if not same_folder(config.save, config.load):
-            raise ValueError(f"--load {config.load}: there is no checkpoint in it, for there is no {TRACKER}")
+            raise ValueError(f"--load {config.load}: {none_there(directory)}{other_choice(directory)}")
         iterations = sorted({*complete, *saved_iterations(directory)})[-1:]
     if iterations and not set(iterations) & set(complete):
         _refuse_missing(directory, iterations[0])

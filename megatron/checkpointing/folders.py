@@ -18,6 +18,7 @@ _LARGEST_FILE = 2**28
 _logger = logging.getLogger(__name__)
 _FOLDER = re.compile(r"iter_([0-9]{7,})")
 _OLD = re.compile(r"\.iter_([0-9]{7,})\.old")
+_CLASSIC = "is one of Megatron-LM's: tools/convert_checkpoint.py --from megatron makes one of ours of it"
 _LEFTOVER = re.compile(rf"\.iter_[0-9]{{7,}}\.(tmp|old|del)|\.{re.escape(TRACKER)}\.[0-9a-f]+\.tmp")
 
 
@@ -42,9 +43,20 @@ def tracked_iteration(directory: Path) -> int | None:
     if not path.exists():
         return None
     text = read_whole(path).strip()
+    if text == b"release":
+        raise DamageError(f"{path}: it names no iteration but {text.decode()}, and so {_CLASSIC}")
     if not text.isdigit() or len(text) > 18:
         raise DamageError(f"{path}: it must hold the number of an iteration, and holds {text[:40]!r}")
     return int(text)
+
+
+def none_there(directory: Path) -> str:
+    """Half a sentence on why there is no checkpoint in a folder without a tracker, if it is one."""
+    if not directory.is_dir():
+        return "there is no such folder"
+    if _FOLDER.fullmatch(directory.absolute().name):
+        return f"it is the folder of one checkpoint, and {directory.absolute().parent}, around it, is to be given"
+    return f"there is no checkpoint in it, for there is no {TRACKER}"
 
 
 def read_whole(path: Path) -> bytes:
@@ -87,6 +99,8 @@ def whole_folder(directory: Path, iteration: int) -> Path:
             return folder
     folder = iteration_folder(directory, iteration)
     what = f"there is no {INDEX} in it" if folder.is_dir() else "there is no such folder"
+    if any(folder.glob("mp_rank_*")):
+        raise DamageError(f"{folder}: the checkpoint {_CLASSIC}")
     found = ", ".join(map(str, saved_iterations(directory))) or "none"
     raise DamageError(f"{folder}: {what}; iterations saved in {directory}: {found}")
 

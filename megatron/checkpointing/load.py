@@ -15,7 +15,15 @@ from torch.distributed import ProcessGroup
 from megatron.base.rectangles import Rectangle
 from megatron.checkpointing.checksum import crc32
 from megatron.checkpointing.errors import DamageError
-from megatron.checkpointing.folders import INDEX, STATE, TRACKER, leftovers, read_whole, tracked_iteration, whole_folder
+from megatron.checkpointing.folders import (
+    INDEX,
+    STATE,
+    leftovers,
+    none_there,
+    read_whole,
+    tracked_iteration,
+    whole_folder,
+)
 from megatron.checkpointing.index import Index, StoredTensor, dtype_name, dtype_of
 from megatron.checkpointing.placed import Place, Placed, held_rectangles
 from megatron.checkpointing.reader import PieceReader
@@ -114,12 +122,10 @@ def load_checkpoint(
 
 def find(directory: Path, iteration: int | None) -> tuple[Path, int]:
     """The folder of a checkpoint, by default the tracker's, and its iteration. Raises ValueError where it is not."""
-    if not directory.is_dir():
-        raise ValueError(f"{directory}: there is no such folder")
     if iteration is None:
         iteration = tracked_iteration(directory)
-    if iteration is None:
-        raise ValueError(f"{directory}: there is no checkpoint in it, for there is no {TRACKER}")
+    if iteration is None or not directory.is_dir():
+        raise ValueError(f"{directory}: {none_there(directory)}")
     return whole_folder(directory, iteration), iteration
 
 

@@ -108,7 +108,8 @@ class Saver:
             save_checkpoint(self._directory, iteration, tensors, state, rank_tensors, **options)
         except SaveError as error:
             if last:
-                raise
+                words = f"iteration {iteration}, the last of this run, could not be saved to {self._directory}"
+                raise SaveError(f"{words}: {error}") from error
             self._tell(self._failures.failed(iteration, error))
             return False
         self._succeeded()

@@ -30,7 +30,7 @@ from megatron.training.run import (
     first_evaluated,
     sample_counts,
 )
-from megatron.training.saving import run_saver, save
+from megatron.training.saving import not_gone_on_from, run_saver, save
 from megatron.training.setup import World, distributed_world, world_size
 from megatron.training.start import description, new_model, new_optimizer, new_pipeline, open_outputs
 from megatron.training.state import RunState, Trainee
@@ -99,7 +99,7 @@ def pretrain(
             messages = [line for d in datasets for line in getattr(d, "report", list)()]
             data = DataFacts.of_run(config, world.size, counts[0], datasets)
             resumed = restore(trainee, config, world, data)
-            messages += resumed.messages
+            messages += [*resumed.messages, *not_gone_on_from(config, trainee.state)]
             check_progress(config, trainee.state, world.size)
             # Nothing is written before this line: whatever is wrong has been told by now.
             audience = Audience(open_outputs(config, observers) if world.reports else [])

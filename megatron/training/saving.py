@@ -4,11 +4,13 @@ import contextlib
 import dataclasses
 import datetime
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron import mpu
 from megatron.checkpointing import Saver
 from megatron.checkpointing.config import same_folder
+from megatron.checkpointing.folders import saved_iterations
 from megatron.training.config import RunConfig
 from megatron.training.setup import World
 from megatron.training.state import RunState, Trainee, layout, library_versions, model_signature
@@ -34,7 +36,7 @@ def run_saver(config: RunConfig, world: World, state: RunState, tell: Callable[[
         in_background=chosen.async_save,
         keep_last=chosen.keep_last,
         max_failed=chosen.max_failed_saves,
-        saved_iteration=state.loaded_iteration if same_folder(chosen.save, chosen.load) else None,
+        saved_iteration=_saved_iteration(config, state),
         timeout=datetime.timedelta(minutes=config.distributed.distributed_timeout_minutes),
     )
     try:
@@ -44,6 +46,24 @@ def run_saver(config: RunConfig, world: World, state: RunState, tell: Callable[[
             saver.abandon()
         raise
     saver.close()
+
+
+def _saved_iteration(config: RunConfig, state: RunState) -> int | None:
+    """That of the checkpoint below `--save` from which the run goes on; None where it does not."""
+    return state.loaded_iteration if same_folder(config.checkpoint.save, config.checkpoint.load) else None
+
+
+def not_gone_on_from(config: RunConfig, state: RunState) -> list[str]:
+    """A sentence where `--save` has checkpoints beyond the iteration from which the run goes on there, if it does."""
+    begins, folder = _saved_iteration(config, state) or 0, config.checkpoint.save
+    beyond = [] if folder is None else [number for number in saved_iterations(Path(folder)) if number > begins]
+    if not beyond:
+        return []
+    listed = ", ".join(map(str, beyond[:3])) + (f" and {len(beyond) - 3} more" if len(beyond) > 3 else "")
+    return [
+        f"--save {folder}: it has checkpoints that this run does not go on from, of the iterations {listed}; one that "
+        "it saves of the same iteration takes the place of such a one"
+    ]
 
 
 def save(saver: Saver, trainee: Trainee, config: RunConfig, facts: Mapping[str, Any], *, last: bool = False) -> None:

@@ -142,5 +142,11 @@ def test_a_loaded_run_saves_to_another_folder(ranks: Ranks, data_path: str, tmp_
     first, second = tmp_path / "first", tmp_path / "second"
     chosen = {"train_iters": 4, "eval_iters": 0}
     ranks(1, run_pretrain, flags(data_path, save=first, **chosen))
-    ranks(1, run_pretrain, flags(data_path, load=first, save=second, **chosen))
-    assert (second / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
+    moved = ranks(1, run_pretrain, flags(data_path, load=first, save=second, **chosen))
+    tracker = second / "latest_checkpointed_iteration.txt"
+    assert tracker.read_text().strip() == "4"
+    # Another run into the same folder, by mistake or not, says whose place it will take.
+    again = ranks(1, run_pretrain, flags(data_path, save=second, exit_interval=2, **chosen))
+    words = f"--save {second}: it has checkpoints that this run does not go on from, of the iterations 4;"
+    assert [outcome[0].messages[-2].startswith(words) for outcome in (moved, again)] == [False, True]
+    assert tracker.read_text().strip() == "2" and (second / "iter_0000004").is_dir()

@@ -128,8 +128,9 @@ def test_a_run_that_cannot_save_ends_with_1_and_a_sentence(
         with mock.patch.object(save, "write_pieces", full), pytest.raises(SystemExit) as caught:
             pretrain_gpt.main([*words, "--max-failed-saves", str(limit)])
         assert caught.value.code == 1
-        count = f"iteration {iteration} could not be saved ({limit} in a row of --max-failed-saves {limit}): "
+        count = f"iteration {iteration} could not be saved ({limit} in a row of --max-failed-saves {limit})"
         # The last save of a run is one that must not fail.
-        said = f"error: {count if iteration else ''}OSError: [Errno 28] No space left on device\n"
+        last = f"iteration 4, the last of this run, could not be saved to {tmp_path / 'saved'}"
+        said = f"error: {count if iteration else last}: OSError: [Errno 28] No space left on device\n"
         assert capsys.readouterr().err == said
     assert list((tmp_path / "saved").iterdir()) == []

@@ -66,8 +66,28 @@ def test_a_missing_checkpoint_is_refused(tmp_path: Path, save: str | None, prese
     if present:
         (tmp_path / "load").mkdir()
     config = CheckpointConfig(load=str(tmp_path / "load"), save=save and str(tmp_path / save))
-    with pytest.raises(ValueError, match=f"--load .*load: there is no checkpoint in it, for there is no {TRACKER}"):
+    words = f"there is no checkpoint in it, for there is no {TRACKER}" if present else "there is no such folder"
+    with pytest.raises(ValueError, match=f"--load .*load: {words}$"):
         iterations_to_load(config)
+
+
+def test_another_folder_than_is_meant_is_told(tmp_path: Path) -> None:
+    """That of one checkpoint, one that has lost its tracker, and those of Megatron-LM's."""
+    for iteration in (5, 7):
+        save_empty(tmp_path / "run", iteration)
+    (tmp_path / "theirs" / "iter_0000007" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "theirs" / TRACKER).write_text("7")
+    (tmp_path / "released").mkdir()
+    (tmp_path / "released" / TRACKER).write_text("release")
+    (tmp_path / "run" / TRACKER).unlink()
+    for load, words in {
+        "run/iter_0000007": f"it is the folder of one checkpoint, and {tmp_path}/run, around it, is to be given",
+        "run": f"no {TRACKER}; --load-fallback goes on from an earlier one, such as that of iteration 7",
+        "theirs": "iter_0000007: the checkpoint is one of Megatron-LM's: tools/convert_checkpoint.py --from megatron",
+        "released": "no iteration but release, and so is one of Megatron-LM's: tools/convert_checkpoint.py",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            iterations_to_load(CheckpointConfig(load=str(tmp_path / load)))
 
 
 def test_a_run_that_is_its_own_successor_starts_afresh(tmp_path: Path) -> None:

@@ -30,7 +30,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "garbage in the tracker": (lambda d: (d / TRACKER).write_text("ten"), f"{TRACKER}: it must hold the number"),
     "empty tracker": (lambda d: (d / TRACKER).write_text(""), f"{TRACKER}: it must hold the number"),
     "path in the tracker": (lambda d: (d / TRACKER).write_text("../10"), f"{TRACKER}: it must hold the number"),
-    "classic release": (lambda d: (d / TRACKER).write_text("release"), "holds b'release'"),
+    "classic release": (
+        lambda d: (d / TRACKER).write_text("release"),
+        "it names no iteration but release",
+    ),
     "no iteration folder": (lambda d: shutil.rmtree(d / "iter_0000010"), "iter_0000010: there is no such folder"),
     "no index": (lambda d: (d / "iter_0000010/index.json").unlink(), "iter_0000010: there is no index.json"),
     "cut index": (lambda d: os.truncate(d / "iter_0000010/index.json", 200), "index.json: the index is broken"),

@@ -138,7 +138,7 @@ def test_failures_are_told_and_end_the_run_at_the_limit(tmp_path: Path, gate: Ga
     with pytest.raises(SaveError, match=r"iteration 40 could not be saved \(2 in a row"):
         attempt(40, no_space)
     # The last one is tried whatever failed before.
-    with pytest.raises(SaveError, match="No space left"):
+    with pytest.raises(SaveError, match=f"iteration 40, .*, could not be saved to {tmp_path}: .*No space left"):
         attempt(40, no_space, last=True)
     assert attempt(40, None, last=True)
     assert saved(tmp_path)[0] == 40 and saver.saved_iteration == 40

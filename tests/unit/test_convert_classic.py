@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing import read_state
-from megatron.checkpointing.convert import from_native, native_logits
+from megatron.checkpointing.convert import Transfer, from_native, native_logits
+from megatron.checkpointing.convert.deferred import Deferred
 from megatron.model import GPTModel, TransformerConfig
 from megatron.mpu import parameter_shardings
 from tests.harness.classic_files import Layout, Progress, write_classic
@@ -99,15 +100,32 @@ def test_progress_and_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_weights_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    weights = random(1)
-    write_classic(tmp_path / "theirs", CONFIG, weights, Layout(), ARGS, {"exp_avg": random(2), "exp_avg_sq": random(3)})
-    assert convert(tmp_path / "theirs", tmp_path / "ours", "--no-load-optim", "--dtype", "bfloat16") == 0
+    weights, args = random(1), ARGS | {"accumulate_allreduce_grads_in_fp32": False}
+    write_classic(tmp_path / "theirs", CONFIG, weights, Layout(), args, {"exp_avg": random(2), "exp_avg_sq": random(3)})
+    assert convert(tmp_path / "theirs", tmp_path / "ours", "--no-load-optim", "--dtype", "bfloat16", "--check") == 0
     assert "--bf16" in (said := capsys.readouterr().out) and "--finetune" in said
+    assert "--no-accumulate" not in said  # with --bf16 it would be refused
     found = from_native(tmp_path / "ours").tensors
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name].read(), weights[name].bfloat16()) for name in weights)
     assert convert(tmp_path / "theirs", tmp_path / "other", "--dtype", "bfloat16") == 2
     assert "--no-load-optim" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_check_finds_any_weight_that_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """Rows moved by one, as a mistake in their order would."""
+    write_classic(tmp_path / "theirs", CONFIG, (weights := random(1)), Layout(), ARGS)
+    to_native, wrong = convert_checkpoint.to_native, ""
+
+    def spoiled(transfer: Transfer, *where: Any) -> Path:
+        tensor = transfer.tensors[wrong].read().roll(1, 0)
+        tensors = {**transfer.tensors, wrong: Deferred(tensor.dtype, tuple(tensor.shape), lambda: tensor)}
+        return to_native(dataclasses.replace(transfer, tensors=tensors), *where)
+
+    monkeypatch.setattr(convert_checkpoint, "to_native", spoiled)
+    for wrong in (name for name in weights if "layers" not in name or "layers.2." in name):
+        assert convert(tmp_path / "theirs", tmp_path / wrong, "--dtype", dtype, "--check") == 2, wrong
 
 
 def edited(path: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -13,7 +13,7 @@ from megatron.checkpointing.convert.kinds import check_matrices, check_record, c
 from megatron.checkpointing.convert.mapping import RowOrder, refuse_left_overs
 from megatron.checkpointing.convert.restricted import Namespace
 from megatron.checkpointing.convert.torch_files import FileTensor, read_torch_file
-from megatron.checkpointing.folders import TRACKER
+from megatron.checkpointing.folders import TRACKER, none_there
 
 _FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_([0-9]{2,})(?:_([0-9]{3,}))?")
@@ -172,7 +172,7 @@ def _folder_name(directory: Path, step: int | None) -> str:
     try:
         text = (directory / TRACKER).read_text(encoding="utf-8").strip()
     except FileNotFoundError:
-        raise ValueError(f"{directory}: there is no checkpoint in it, for there is no {TRACKER}") from None
+        raise ValueError(f"{directory}: {none_there(directory)}") from None
     if text == "release":
         return text
     if not text.isascii() or not text.isdigit():

@@ -190,8 +190,6 @@ def saved_sections(args: Mapping[str, Any], sections: Mapping[str, type[Config]]
         found["bert"]["bert_no_binary_head"] = not args.get("bert_binary_head", True)
     if "params_dtype" in found.get("precision", {}):
         found["precision"]["params_dtype"] = "float32"  # theirs is that of the weights, which fp16 and bf16 say here
-    if found.get("precision", {}).get("bf16"):
-        found["precision"].pop("accumulate_allreduce_grads_in_fp32", None)  # always so, whatever was asked for
     if found.get("training", {}).get("rampup_batch_size"):
         found["training"]["rampup_batch_size"] = [int(number) for number in args["rampup_batch_size"]]  # saved as text
     if args and "training" in found:

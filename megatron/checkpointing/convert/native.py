@@ -161,14 +161,15 @@ def _state(transfer: Transfer) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def native_logits(directory: Path, tokens: Tensor, step: int | None = None) -> Tensor:
+def native_logits(directory: Path, tokens: Tensor, step: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """What the model of a checkpoint gives for token ids [b, s], by our model on one rank in float32: `outputs`.
 
-    The vocabulary is without padding, except for that which is trained.
+    `dtype` is the number format to which the weights are rounded before; they are as they lie there by default. The
+    vocabulary is without padding, except for that which is trained.
     """
     transfer = from_native(directory, step, optimizer=False)
     model = transfer.model().to_empty(device="cpu")
     shardings = parameter_shardings(model)
     tensors = {name: (parameter.detach(), shardings[name]) for name, parameter in model.named_parameters()}
     load_checkpoint(directory, tensors, rank=0, layout={}, iteration=transfer.iteration, skip=(OPTIMIZER,))
-    return outputs(model.float().eval(), tokens)
+    return outputs(model.to(dtype or transfer.dtype).float().eval(), tokens)

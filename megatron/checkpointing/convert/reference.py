@@ -7,7 +7,7 @@ added up. It stands apart from the tables and moves of `mapping` as far as it ca
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,10 @@ class ForeignGPT:
     order: RowOrder
     parts: Callable[[str], list[Tensor]]
     causal: ClassVar[bool] = True
+
+    def rounded(self, dtype: torch.dtype) -> Self:
+        """The same with weights as they are in `dtype`; they stay float32."""
+        return dataclasses.replace(self, parts=lambda name: [part.to(dtype).float() for part in self.parts(name)])
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
