@@ -1,12 +1,15 @@
 # shellcheck shell=bash
-# What the pretraining examples share; to be sourced by them. They say what a run is, this says how it is started:
+# What the examples of large runs share; to be sourced by them. They say what a run is, this says how it is started:
 #
 #   DRY_RUN=1     print the command that would be run, behind the variables that it is given, and run nothing; where
 #                 DATA_PATH or another is not set, its name stands in its place
 #   TOY=1         the same command at toy size on ranks of this machine's CPU, with data made for it in a new folder
 #                 (TOY_FOLDER, if set); DATA_PATH, VOCAB_FILE, MERGE_FILE and SAVE are not read
 #
-# Arguments of an example are further flags of pretrain_gpt.py; they win over its own.
+# Arguments of an example are further flags of the run; they win over its own.
+
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # a rank's work is done by its GPU, or it shares the CPU with others
+files_needed=(DATA_PATH VOCAB_FILE MERGE_FILE SAVE)
 
 declare -A meaning=(
   [DATA_PATH]="the token set, its .bin and .idx files without the extension, or a blend, '0.7 books 0.3 web'"
@@ -47,23 +50,33 @@ require() {
   [ ${#found[@]} -eq 0 ] || refuse "${found[@]}"
 }
 
-# make_toy_data REPOSITORY: a tokenizer and a token set from this repository's own prose, by the tools that make real
-# ones, on the first node; sets DATA_PATH, VOCAB_FILE, MERGE_FILE and SAVE.
+# name_toy_files FOLDER: sets DATA_PATH, VOCAB_FILE, MERGE_FILE.
 # shellcheck disable=SC2034  # they are read by who sources this
+name_toy_files() { DATA_PATH=$1/toy_text_document VOCAB_FILE=$1/vocab.json MERGE_FILE=$1/merges.txt; }
+
+# write_toy_files REPOSITORY FOLDER: makes them from this repository's own prose, by the tools that make real ones.
+write_toy_files() {
+  grep -h . "$1/LICENSE" "$1/README.md" >"$2/toy.txt" # without empty lines, which are no documents
+  python "$1/tools/train_tokenizer.py" --input "$2/toy.txt" --vocab-size 300 --output-dir "$2"
+  python "$1/tools/preprocess_data.py" --input "$2/toy.txt" --output-prefix "$2/toy" --append-eod \
+    --tokenizer-type GPT2BPETokenizer --vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE"
+}
+
+# make_toy_data REPOSITORY: a tokenizer and a token set, made on the first node; sets the variables of name_toy_files,
+# and SAVE.
+# shellcheck disable=SC2034
 make_toy_data() {
   local folder=${TOY_FOLDER:-}
   if [ -z "$folder" ]; then
     if is_dry; then folder=$(mktemp -d -u); else folder=$(mktemp -d); fi # -u makes none
   fi
-  DATA_PATH=$folder/toy_text_document VOCAB_FILE=$folder/vocab.json MERGE_FILE=$folder/merges.txt
+  name_toy_files "$folder"
   SAVE=$folder/checkpoints
-  if [ "${NODE_RANK:-0}" != 0 ] || [ -e "$DATA_PATH.idx" ] || is_dry; then return; fi
+  if [ "${NODE_RANK:-0}" != 0 ] || [ -e "$folder/made" ] || is_dry; then return; fi
   echo "toy size: tokenizer, token set and checkpoints are in $folder"
   mkdir -p "$folder"
-  grep -h . "$1/LICENSE" "$1/README.md" >"$folder/toy.txt" # without empty lines, which are no documents
-  python "$1/tools/train_tokenizer.py" --input "$folder/toy.txt" --vocab-size 300 --output-dir "$folder"
-  python "$1/tools/preprocess_data.py" --input "$folder/toy.txt" --output-prefix "$folder/toy" --append-eod \
-    --tokenizer-type GPT2BPETokenizer --vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE"
+  write_toy_files "$1" "$folder"
+  touch "$folder/made"
 }
 
 # place_ranks NAME NODES GPUS: how many ranks there are and how they meet, on NODES nodes of GPUS GPUs unless NNODES and
@@ -104,21 +117,25 @@ prepare() {
     require "${needed[@]}"
     make_toy_data "$1"
   else
-    require "${needed[@]}" DATA_PATH VOCAB_FILE MERGE_FILE SAVE
+    require "${needed[@]}" "${files_needed[@]}"
   fi
 }
 
-# launch WORD ...: becomes the command of these words, or prints it with DRY_RUN=1.
-launch() {
+# run WORD ...: runs the command of these words, or prints it with DRY_RUN=1.
+run() {
   local name
-  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # a rank's work is done by its GPU, or it shares the CPU with others
-  if is_dry; then
-    for name in CUDA_DEVICE_MAX_CONNECTIONS OMP_NUM_THREADS; do
-      [ -z "${!name:-}" ] || printf '%s=%q ' "$name" "${!name}"
-    done
-    printf '%q ' "$@"
-    echo
-  else
-    exec "$@"
+  if ! is_dry; then
+    "$@"
+    return
   fi
+  for name in CUDA_DEVICE_MAX_CONNECTIONS OMP_NUM_THREADS; do
+    [ -z "${!name:-}" ] || printf '%s=%q ' "$name" "${!name}"
+  done
+  printf '%q ' "$@"
+  echo
+}
+
+# launch WORD ...: the same, and the command takes the place of the script, so that signals reach it.
+launch() {
+  if is_dry; then run "$@"; else exec "$@"; fi
 }

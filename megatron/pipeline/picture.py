@@ -1,4 +1,4 @@
-"""A timeline drawn as a picture. The only file that needs `matplotlib`, which is optional."""
+"""A timeline drawn as a picture. The only file that imports `matplotlib`, which is optional."""
 
 import importlib
 from fractions import Fraction
@@ -7,20 +7,22 @@ from typing import Any
 from megatron.pipeline.grid import label
 from megatron.pipeline.simulate import Timeline
 
-_INSTALL = "--png needs the package matplotlib: pip install matplotlib"
 # Light to dark over the chunks.
 _COLOURS = {"forward": "Blues", "backward": "Oranges"}
 _LABELLED = 800  # passes of all ranks; more of them leave no room for text
 _EDGED = 1500  # passes of a rank; more of them are narrower than the line between them
 
 
-def _figure(width: float, height: float) -> tuple[Any, Any, Any]:
-    """A figure that needs no display, its axes, and the colour maps."""
+def new_figure(width: float, height: float, asked: str = "--png") -> tuple[Any, Any, Any]:
+    """A figure of so many inches that needs no display, its axes, and the colour maps.
+
+    Raises ValueError with what was `asked` for where matplotlib is absent.
+    """
     try:
         figure_module = importlib.import_module("matplotlib.figure")
         colormaps = importlib.import_module("matplotlib").colormaps
     except ImportError:
-        raise ValueError(_INSTALL) from None
+        raise ValueError(f"{asked} needs the package matplotlib: pip install matplotlib") from None
     figure = figure_module.Figure(figsize=(width, height), layout="constrained")
     return figure, figure.add_subplot(), colormaps
 
@@ -32,7 +34,7 @@ def draw(timeline: Timeline, path: str, title: str, unit: Fraction) -> None:
     """
     schedule = timeline.schedule
     passes = max(map(len, schedule.actions))
-    figure, axes, colormaps = _figure(min(40, max(8, passes * 0.4)), 1.2 + 0.35 * schedule.pipeline_size)
+    figure, axes, colormaps = new_figure(min(40, max(8, passes * 0.4)), 1.2 + 0.35 * schedule.pipeline_size)
     shades = [0.25 + 0.4 * chunk / max(1, schedule.virtual_size - 1) for chunk in range(schedule.virtual_size)]
     palette = {kind: [colormaps[name](shade) for shade in shades] for kind, name in _COLOURS.items()}
     edge = 1.0 if passes <= _EDGED else 0.0

@@ -18,25 +18,12 @@ from megatron.parity.shrink import Degrees, degrees_of
 from megatron.pipeline import bubble, peak_in_flight
 from megatron.training.arguments import parse_composed
 from megatron.training.config import RunConfig
+from tests.harness.examples import DATA, dry_run, rounded, start
 from tests.harness.launch import REPOSITORY, environment, run_command
 
+BERT = "examples/pretrain_bert_3.9B.sh"
 BIG, SMALL, HUGE = (f"examples/pretrain_gpt_{size}.sh" for size in ("8.3B", "345M", "175B"))
-DATA = {"DATA_PATH": "/data/a_text_document", "VOCAB_FILE": "/data/vocab.json", "MERGE_FILE": "/data/merges.txt"}
 GPT2_ENTRIES = 50_257
-
-
-def start(script: str, *flags: str, timeout: float = 240.0, **variables: str) -> "subprocess.CompletedProcess[str]":
-    """Run `script` with only those of its variables set that are given."""
-    bare = {name: value for name, value in environment().items() if name not in {*DATA, "SAVE", "NODE_RANK", "NNODES"}}
-    return run_command(["bash", script, *flags], env=bare | variables, timeout=timeout)
-
-
-def dry_run(script: str, *flags: str, **variables: str) -> list[str]:
-    """The words of the command that `script` would run."""
-    done = start(script, *flags, **{"DRY_RUN": "1", "SAVE": "/data/run"} | DATA | variables)
-    assert done.returncode == 0, done.stderr
-    words = shlex.split(done.stdout)
-    return words[words.index("torchrun") :]
 
 
 def config_of(words: list[str], ranks: int) -> RunConfig:
@@ -141,11 +128,6 @@ def test_what_the_huge_example_tells_is_what_the_formulas_give() -> None:
         digits = re.split(r"e\d| ", words)[0]
         assert rounded(value, digits) == digits, words
         assert words in text, words
-
-
-def rounded(value: float, like: str) -> str:
-    """`value` with as many places as `like` has."""
-    return f"{value:.{len(like.partition('.')[2])}f}"
 
 
 def test_memory_that_the_examples_tell_is_what_the_formulas_give() -> None:
@@ -319,7 +301,7 @@ def slurm(tmp_path: Path, *words: str, **variables: str) -> "subprocess.Complete
     return start(str(spool / "slurm_script"), *words, **job | variables)
 
 
-@pytest.mark.parametrize(("script", "ranks"), [(BIG, 16), (HUGE, 8)])
+@pytest.mark.parametrize(("script", "ranks"), [(BIG, 16), (HUGE, 8), (BERT, 16)])
 def test_the_batch_script_runs_an_example_on_every_node(tmp_path: Path, script: str, ranks: int) -> None:
     done = slurm(tmp_path, script, "--seed", "7", DRY_RUN="1", **DATA, SAVE="/data/run")
     assert done.returncode == 0, done.stderr

@@ -168,8 +168,8 @@ def test_a_picture_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 def test_all_passes_of_a_rank_are_one_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    figure, axes, colormaps = picture._figure(8, 2)
-    monkeypatch.setattr(picture, "_figure", lambda width, height: (figure, axes, colormaps))
+    figure, axes, colormaps = picture.new_figure(8, 2)
+    monkeypatch.setattr(picture, "new_figure", lambda width, height: (figure, axes, colormaps))
     timeline = simulate(build_schedule("1f1b", 2, 4, 2), 1, 2)
     picture.draw(timeline, os.devnull, "title", Fraction("0.5"))
     assert len(axes.collections) == 2 and not axes.patches
