@@ -16,7 +16,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["megatron", "megatron.*"]),
-    package_data={"megatron": ["py.typed"]},
+    package_data={"megatron": ["py.typed", "tasks/serving/page.html"]},
     install_requires=[
         "torch>=2.9",
         "numba>=0.61",
@@ -32,6 +32,8 @@ setup(
     ],
     extras_require={
         "parquet": ["pyarrow>=15"],
+        # An ASGI application and its server, both small, of few dependencies and in wide use.
+        "serve": ["starlette>=0.40", "uvicorn>=0.30"],
         "test": [
             "hypothesis",
             "matplotlib",
@@ -40,9 +42,11 @@ setup(
             "pytest",
             "ruff",
             "safetensors",
+            "starlette",
             "transformers",
             "types-PyYAML",
             "types-tqdm",
+            "uvicorn",
         ],
     },
 )

@@ -110,6 +110,10 @@ class Continuations:
         """Take out the texts of these numbers, where they are there."""
         self._remove([at for at, row in enumerate(self._rows) if row.number in numbers])
 
+    def drop_all(self) -> None:
+        """Take out every text."""
+        self._rows.clear()
+
     @torch.no_grad()
     def step(self, new: Mapping[int, Prompt] | None = None) -> list[Chosen]:
         """Begin new texts, and add an id to each; what ends is taken out.

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 from megatron.tokenizer import Tokenizer
 
-# Ids of the prompt that are decoded along, so that blanks and letters of several ids come out right behind it.
+# Ids before a text that are decoded along, so that blanks and letters of several ids come out right behind them.
 _TAIL = 16
+# New ids that are decoded again with every one that comes, before their text is settled.
+_WINDOW = 32
 _BROKEN = "\ufffd"  # what a decoder gives for a letter of which only some bytes are there
 
 
@@ -25,12 +27,14 @@ class TextStream:
         self.text = ""  # what was given so far
         self.stopped = False
         self._decode = tokenizer.detokenize
-        self._tail, self._stop = list(prompt[-_TAIL:]), tuple(stop)
-        self._before = self._decode(self._tail)
-        self._ids: list[int] = []
+        self._stop, self._settled = tuple(stop), ""
+        self._begin_window(prompt)
 
     def add(self, token: int) -> str:
         """Take in an id; what the text is longer by for certain. Nothing comes after a stop."""
+        if len(self._ids) >= _WINDOW and not (decoded := self._decoded()).endswith(_BROKEN):
+            self._settled += decoded
+            self._begin_window([*self._tail, *self._ids])
         self._ids.append(token)
         return self._give(hold=True)
 
@@ -41,8 +45,9 @@ class TextStream:
     def _give(self, hold: bool) -> str:
         if self.stopped:
             return ""
-        text = self._decoded()
-        found = [at for at in (text.find(word) for word in self._stop) if at >= 0]
+        text = self._settled + self._decoded()
+        # What was given holds no beginning of a stop.
+        found = [at for at in (text.find(word, len(self.text)) for word in self._stop) if at >= 0]
         if found:
             self.stopped = True
             text = text[: min(found)]
@@ -53,6 +58,12 @@ class TextStream:
         more = text[len(self.text) :]
         self.text = text
         return more
+
+    def _begin_window(self, before: Sequence[int]) -> None:
+        """Decode what comes from now on behind the last of these ids alone, so that an id costs the same anywhere."""
+        self._tail = list(before[-_TAIL:])
+        self._before = self._decode(self._tail)
+        self._ids: list[int] = []
 
     def _decoded(self) -> str:
         whole = self._decode([*self._tail, *self._ids])

@@ -112,6 +112,22 @@ def test_a_letter_of_several_ids_comes_whole() -> None:
     assert [unfinished.add(0xC3), unfinished.end()] == ["", "\ufffd"]
 
 
+def test_a_long_text_is_decoded_piece_by_piece() -> None:
+    """With letters of two bytes wherever a piece may end; no more than some ids are decoded at a time."""
+    lengths: list[int] = []
+
+    class Counting(Letters):
+        def detokenize(self, ids: Any) -> str:
+            lengths.append(len(ids))
+            return super().detokenize(ids)
+
+    text = "aé" * 150 + "stop" + "é" * 9
+    stream = TextStream(Counting(), b"", ("stop",))  # type: ignore[arg-type]
+    assert "".join(stream.add(byte) for byte in text.encode()) == "aé" * 150
+    assert stream.stopped
+    assert max(lengths) < 60
+
+
 def test_a_stop_is_never_given_nor_its_beginning() -> None:
     pieces, stream = streamed("one two three", ("two t", "thr"))
     assert "".join(pieces) == stream.text == "one "
