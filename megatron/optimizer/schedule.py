@@ -2,16 +2,21 @@
 
 import dataclasses
 import math
+from typing import ClassVar
 
 from megatron.base.config import Config, choice_problems, flag, flag_name, minimum_problems
 
 
 @dataclasses.dataclass(frozen=True)
 class _Length:
-    """A length that the field `name` gives, whose last part is its unit: iterations or samples."""
+    """A length that the field `name` gives, whose last part is its unit: iterations or samples.
+
+    `told` is what the user knows it by, where it is not that field's flag.
+    """
 
     name: str
     count: int
+    told: str | None = None
 
     @property
     def unit(self) -> str:
@@ -21,12 +26,15 @@ class _Length:
         return self.count if self.unit == "samples" else self.count * global_batch_size
 
     def __str__(self) -> str:
-        return f"{flag_name(self.name)} {self.count}"
+        return f"{self.told or flag_name(self.name)} {self.count}"
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleConfig(Config):
     """How the learning rate goes; raises `ConfigError` with all that is wrong when it is made."""
+
+    # What gives the iterations of the whole training, where it is not --train-iters.
+    whole_training: ClassVar[str | None] = None
 
     lr: float = flag(dataclasses.MISSING, "largest learning rate, reached at the end of the warm-up")
     min_lr: float = flag(0.0, "learning rate at the end of the decay and after it")
@@ -79,7 +87,7 @@ class ScheduleConfig(Config):
         """How long the decay is: as told here, else as the whole training."""
         training = {"train_samples": train_samples, "train_iters": train_iters}
         told = self._lengths("lr_decay_samples", "lr_decay_iters")
-        told += [_Length(name, count) for name, count in training.items() if count is not None]
+        told += [_Length(name, count, self.whole_training) for name, count in training.items() if count is not None]
         return told[0] if told else None
 
     def training_problems(

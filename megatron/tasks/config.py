@@ -106,6 +106,8 @@ class TaskDataConfig(DataConfig):
 class TaskScheduleConfig(ScheduleConfig):
     """How the learning rate goes; raises `ConfigError` with all that is wrong when it is made."""
 
+    whole_training: ClassVar[str | None] = "the iterations of --epochs, which are"
+
     lr: float = flag(2e-5, "largest learning rate, reached at the end of the warm-up")
 
 

@@ -14,7 +14,7 @@ from megatron.tasks.examples import ExampleSet
 from megatron.tasks.predictions import count_correct, count_words
 from megatron.tasks.pretrained import load_encoder
 from megatron.tasks.reading import read_sets
-from megatron.tasks.resolving import resolved
+from megatron.tasks.resolving import check_kind, resolved
 from megatron.tasks.scoring import forward_step, predictions_of, score
 from megatron.tokenizer import build_tokenizer
 from megatron.training.failure import mistakes
@@ -114,6 +114,8 @@ def finetune(config: FinetuneConfig, observers: Sequence[Observer] = ()) -> Trai
         tokenizer = build_tokenizer(config.tokenizer)
         training, validation = read_sets(config, tokenizer, report)
         iterations = iterations_to_load(config.checkpoint)
+        if iterations:
+            check_kind(config, iterations[0])
         begins = config.checkpoint.finetune or config.task.only_evaluates
         config = resolved(config, len(training), world_size(), iterations[0] if iterations and not begins else 0)
         work = Finetuning(config, training, validation, tokenizer.vocab_size, bool(iterations), report)

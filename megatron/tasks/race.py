@@ -35,8 +35,8 @@ class Article:
 def read_articles(files: Files) -> list[Article]:
     """The articles of folders, in the order of these and of the files' names.
 
-    A folder holds the files itself (`RACE/dev/middle`) or has folders `middle` and `high` that do (`RACE/dev`). What
-    does not end in `.txt`, or begins with a dot, is left alone. An article is named by its folder and file, `middle/1`.
+    A folder has folders `middle` and `high` that hold the files (`RACE/dev`), and nothing beside them is read, or else
+    it holds them itself (`RACE/dev/middle`). What does not end in `.txt`, or begins with a dot, is left alone. An article is named by its folder and file, `middle/1`.
     Raises `ConfigError` with a sentence for each folder without questions and each file that is not as it should be.
     """
     found: list[Article] = []
@@ -58,11 +58,12 @@ def read_articles(files: Files) -> list[Article]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of articles right in `folder`, else in those of its folders that RACE has."""
-    if not folder.is_dir():
-        return []
-    own = [file for file in folder.glob("*.txt") if not file.name.startswith(".") and file.is_file()]
-    return sorted(own) or [file for group in GROUPS for file in _files(folder / group)]
+    """The files of articles in those folders of `folder` that RACE has, else right in it."""
+    return [file for group in GROUPS for file in _own_files(folder / group)] or _own_files(folder)
+
+
+def _own_files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.glob("*.txt") if not file.name.startswith(".") and file.is_file())
 
 
 def read_article(file: Path) -> Article:

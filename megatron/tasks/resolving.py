@@ -38,6 +38,20 @@ def resolved(config: FinetuneConfig, examples: int, ranks: int, iteration: int) 
     return whole
 
 
+def check_kind(config: FinetuneConfig, iteration: int) -> None:
+    """Raise ValueError where the checkpoint of `--load` is not of the task's kind of model."""
+    load = config.checkpoint.load or ""
+    try:
+        kind = read_state(load, iteration).get("model", {}).get("model", "a model of another kind")
+    except DamageError:
+        return  # told when it is loaded, or another is loaded
+    if kind != config.chosen.kind.kind:
+        raise ValueError(
+            f"--load {load}: its checkpoint is of {kind}, and a model fine-tuned for {config.task.task} is "
+            f"{config.chosen.kind.kind}; --pretrained-checkpoint takes the encoder of any BERT"
+        )
+
+
 def _evaluating(config: FinetuneConfig) -> FinetuneConfig:
     return dataclasses.replace(
         config,

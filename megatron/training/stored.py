@@ -94,6 +94,16 @@ def keeps_moments(stored: dict[str, Any]) -> bool:
     return section["optimizer"] != "sgd" or bool(section["sgd_momentum"])
 
 
+# What of a model's description is no flag, in words.
+_IN_WORDS = {
+    "vocab_size": "a tokenizer of {} tokens",
+    "token_types": "{} token types",
+    "pooler": "pooler {}",
+    "classes": "{} classes",
+    "choices": "{} options of a question",
+}
+
+
 def model_differences(stored: dict[str, Any], present: dict[str, Any], directory: str) -> list[str]:
     """A sentence for each choice in which the model of the checkpoint in `directory` differs from the present one.
 
@@ -104,7 +114,7 @@ def model_differences(stored: dict[str, Any], present: dict[str, Any], directory
         return [f"--load {directory}: its checkpoint is of {kinds[0]}, this run trains {kinds[1]}"]
     before = {**{name: stored_section({}, "model").get(name) for name in present}, **stored}
     return [
-        f"{flag_name(name)} {present.get(name)}: the model of the checkpoint in {directory} has {before[name]}"
+        f"{_IN_WORDS.get(name, flag_name(name) + ' {}').format(present.get(name))}: the model of the checkpoint in {directory} has {before[name]}"
         for name in sorted(before)
         if before[name] != present.get(name)
     ]

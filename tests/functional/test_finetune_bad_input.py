@@ -48,7 +48,7 @@ complaints = functools.partial(runs.complaints, main=main.main)
         ({"seq_length": 6}, "--seq-length 6: "),
         ({"seq_length": 3}, "--seq-length 3: it must be at least 4"),
         ({"seq_length": 17}, "--seq-length 17: it must not be above --max-position-embeddings 16"),
-        ({"lr_warmup_fraction": None, "lr_warmup_iters": 9, "keep_last": True}, "--lr-warmup-iters 9: it must not"),
+        ({"lr_warmup_fraction": None, "lr_warmup_iters": 9, "keep_last": True}, "9: it must not be above the iterations of --epochs, which are 2"),
         ({"pretrained_checkpoint": "nowhere"}, "--pretrained-checkpoint nowhere: there is no such folder"),
         ({"predictions_file": "nowhere/p.jsonl"}, "--predictions-file nowhere/p.jsonl: it must be a file in a folder"),
         ({"tokenizer_type": "NullTokenizer", "vocab_size": 50}, "[CLS]"),
@@ -111,7 +111,7 @@ Make = Callable[[TransformerConfig, int], Any]
         (BertModel, {"hidden_size": 16}, len(VOCABULARY), "--hidden-size 32: the model of the checkpoint in"),
         (BertModel, {"num_layers": 3}, len(VOCABULARY), "--num-layers 2: the model of the checkpoint in"),
         (BertModel, {"norm_position": "post"}, len(VOCABULARY), "--norm-position pre: the model of the checkpoint"),
-        (BertModel, {}, 50, "--vocab-size 49: the model of the checkpoint in"),
+        (BertModel, {}, 50, "a tokenizer of 49 tokens: the model of the checkpoint in"),
     ],
 )
 def test_a_pretrained_model_of_another_kind_is_refused(
@@ -128,3 +128,15 @@ def test_a_pretrained_model_of_another_kind_is_refused(
     told = complaints(capsys, task_flags("RACE", race, **asked))
     assert any(sentence in line for line in told), told
     assert not (race / "saved").exists()
+
+
+@pytest.mark.parametrize(("kind", "name"), [(GPTModel, "gpt"), (BertModel, "bert")])
+def test_a_model_of_another_kind_is_not_gone_on_from(
+    capsys: pytest.CaptureFixture[str], ranks: Ranks, race: Path, kind: Make, name: str
+) -> None:
+    ranks(1, save_model, str(race / "other"), kind, SIZES, len(VOCABULARY))
+    for asked in ({"keep_last": True}, {"eval_only": True}, {"keep_last": True, "finetune": True}):
+        assert complaints(capsys, task_flags("RACE", race, load=race / "other", **asked)) == [
+            f"--load {race / 'other'}: its checkpoint is of {name}, and a model fine-tuned for RACE is "
+            "bert-multiple-choice; --pretrained-checkpoint takes the encoder of any BERT"
+        ]

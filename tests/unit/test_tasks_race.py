@@ -49,7 +49,8 @@ def test_stray_files_are_left_alone(tmp_path: Path) -> None:
         for stray in (".7.txt", "._7.txt", ".DS_Store", "7.txt.bak", "README", "notes.json"):
             put(tmp_path / "dev" / group / stray, "not json")
         (tmp_path / "dev" / group / "folder.txt").mkdir()
-    put(tmp_path / "dev" / "other" / "8.txt", "not json")
+    for stray in (tmp_path / "dev" / "other" / "8.txt", tmp_path / "dev" / "notes.txt"):
+        put(stray, "not json")
     whole = read_articles(Files([str(tmp_path / "dev")], "--valid-data"))
     assert [(a.name, a.group) for a in whole] == [("middle/7", "middle"), ("high/7", "high")]
     single = read_articles(Files([str(tmp_path / "dev" / "high"), str(tmp_path / "dev" / "middle")], "--valid-data"))
