@@ -2,7 +2,8 @@
 
 DIR is the folder of a run, with `latest_checkpointed_iteration.txt`; --ckpt-step chooses another checkpoint than the
 latest. Files, sizes and the cover of every tensor are always checked; with --verify every byte is read and compared
-with its checksum. --diff OTHER compares all tensors and values with those of another run's checkpoint.
+with its checksum. --diff OTHER compares all tensors and values with those of another run's checkpoint, or of the same
+run's at --diff-step, and lists what differs in place of all tensors.
 
 Exit code 0; 1 where something is damaged or, with --diff, different; 2 for mistakes.
 """
@@ -69,7 +70,7 @@ def summary(directory: Path, survey: Survey) -> list[str]:
     own = [tensor for tensors in contents.rank_tensors.values() for tensor in tensors.values()]
     found = [str(number) for number in complete_iterations(directory)]
     lines = [
-        f"{survey.folder}: iteration {survey.index.iteration} of {', '.join(found)}",
+        f"{survey.folder}: iteration {survey.index.iteration} (saved in {directory}: {', '.join(found)})",
         f"saved at the layout: {in_words(survey.index.layout)}",
         f"weights: {sum(math.prod(t.shape) for t in weights):,} elements in {len(weights)} tensors",
         f"all tensors: {sum(map(size_of, contents.tensors.values())):,} bytes in {len(contents.tensors)} tensors; "
@@ -92,15 +93,16 @@ def state_lines(survey: Survey) -> list[str]:
 def inspect(directory: Path, config: InspectConfig) -> int:
     """Print all; returns the exit code."""
     survey = Survey.of(directory, config.ckpt_step)
-    print("\n".join([*summary(directory, survey), *state_lines(survey), ""]))
-    print("\n".join(table(survey.tensors.values())), flush=True)
+    other = Survey.of(config.diff, config.diff_step) if config.diff is not None else None
+    print("\n".join([*summary(directory, survey), *state_lines(survey)]), flush=True)
+    if other is None:
+        print("\n".join(["", *table(survey.tensors.values())]), flush=True)
     problems = list(survey.problems(verify=config.verify))
     looked = "every byte was read" if config.verify else "checksums of tensors were not looked at: --verify does"
     print(f"\n{'NOT WHOLE' if problems else 'whole'}: {looked}")
     print("".join(f"  {problem}\n" for problem in problems), end="", flush=True)
-    if problems or config.diff is None:
+    if problems or other is None:
         return 1 if problems else 0
-    other = Survey.of(config.diff, config.diff_step)
     for problem in other.problems():
         raise DamageError(f"--diff: {problem}")
     found = list(differences(survey, other))

@@ -3,7 +3,7 @@
 import datetime
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class BackgroundSaver:
         layout: Mapping[str, Any],
         tensor_rank: int | None = None,
         keep_last: int | None = None,
+        left_alone: Collection[int] = (),
     ) -> None:
         """Copy everything, then save it as `save_checkpoint` does, which has the same arguments, in the background.
 
@@ -65,6 +66,7 @@ class BackgroundSaver:
             "tensor_rank": resolve_group(None).rank if tensor_rank is None else tensor_rank,
             "group": self._groups[0],
             "keep_last": keep_last,
+            "left_alone": frozenset(left_alone),
         }
         copies, own = self._staging.copies(tensors, rank_tensors)
         self._work = _Work(directory, iteration, copies, from_json(to_json(state)), own, **options)

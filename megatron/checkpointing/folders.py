@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from megatron.base.files import atomic_write, fsync_directory
@@ -150,14 +151,15 @@ def publish(directory: Path, iteration: int) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def remove_older(directory: Path, published: int, keep: int) -> None:
+def remove_older(directory: Path, published: int, keep: int, left_alone: Collection[int] = ()) -> None:
     """Remove checkpoints before iteration `published`, all but those that make `keep` with it.
 
-    Those of later iterations are of a run that was turned back; they are left, as are folders without an index of ours.
+    Those of later iterations are of a run that was turned back; they are left, as are folders without an index of ours,
+    and `left_alone`, which do not count.
     What cannot be removed is told and left. A checkpoint loses its name before any of its files: never is half of one
     there.
     """
-    earlier = [number for number in complete_iterations(directory) if number < published]
+    earlier = [n for n in complete_iterations(directory) if n < published and n not in left_alone]
     for number in earlier[: max(len(earlier) - keep + 1, 0)]:
         folder, doomed = iteration_folder(directory, number), directory / f".iter_{number:07d}.del"
         try:

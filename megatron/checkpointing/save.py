@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ def save_checkpoint(
     tensor_rank: int | None = None,
     group: ProcessGroup | None = None,
     keep_last: int | None = None,
+    left_alone: Collection[int] = (),
 ) -> Path:
     """Save one checkpoint, all ranks together; returns its folder `directory/iter_NNNNNNN`.
 
@@ -74,6 +75,7 @@ def save_checkpoint(
         group: all ranks of the job by default.
         keep_last: this many checkpoints are kept, the new one among them: earlier ones beyond are removed when it is
             published. All are kept by default.
+        left_alone: iterations whose checkpoints do not count for `keep_last` and are not removed.
 
     Three small all-reduces over `group`. Raises `SaveError`, on every rank and with the first failing rank's message,
     where anything fails on any; what was there before stays as it was.
@@ -97,7 +99,7 @@ def save_checkpoint(
                 _write_index(temporary, iteration, world_size, state, layout)
                 publish(root, iteration)
                 if keep_last is not None:
-                    remove_older(root, iteration, keep_last)
+                    remove_older(root, iteration, keep_last, left_alone)
     except SaveError:
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)

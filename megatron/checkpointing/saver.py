@@ -6,12 +6,14 @@ import datetime
 import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from megatron.checkpointing.background import BackgroundSaver
 from megatron.checkpointing.errors import SaveError
+from megatron.checkpointing.folders import saved_iterations
 from megatron.checkpointing.placed import Placed
 from megatron.checkpointing.save import save_checkpoint
 
@@ -45,7 +47,9 @@ class Saver:
         rank, world_size: this rank's number in the job.
         tell: given a sentence when a save has begun, ended or failed.
         in_background: whether training goes on while a checkpoint is written; then making a `Saver` is collective.
-        keep_last: this many checkpoints are kept, all by default.
+        keep_last: this many checkpoints are kept, all by default. Those that `directory` has already beyond
+            `saved_iteration` neither count nor are removed: they are another run's, or the one that was damaged when
+            this run went back to an earlier one.
         max_failed: so many failures in a row raise `SaveError`; fewer are told.
         saved_iteration: that of the checkpoint in `directory` from which the run goes on, if it does.
         timeout: after which a collective of a save in the background fails that waits for a rank; gloo's by default.
@@ -72,6 +76,7 @@ class Saver:
         self._world_size = world_size
         self._tell = tell
         self._keep_last = keep_last
+        self._not_ours = {number for number in saved_iterations(Path(directory)) if number > (saved_iteration or 0)}
         self._failures = FailedSaves(max_failed)
         self._background = BackgroundSaver(rank, world_size, timeout) if in_background else None
         self._iteration = 0  # of the save that was started last
@@ -97,7 +102,9 @@ class Saver:
         if self.saved_iteration == iteration:
             return True
         self._iteration, began = iteration, time.perf_counter()
+        self._not_ours.discard(iteration)
         options: dict[str, Any] = {"layout": layout, "tensor_rank": tensor_rank, "keep_last": self._keep_last}
+        options["left_alone"] = self._not_ours
         if self._background is not None and not last:
             self._background.start(self._directory, iteration, tensors, state, rank_tensors, **options)
             copied = time.perf_counter() - began

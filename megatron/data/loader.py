@@ -6,6 +6,7 @@ torch is imported where it is used: tools that only read and write token files s
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,7 +40,8 @@ def build_loader(
     A DataLoader draws the seed of its workers from a generator as soon as it is iterated. Here that is one of its own,
     made from `seed`: on a CPU dropout draws from the default generator, and a resumed run iterates a loader once more
     than the uninterrupted one. Each of `num_workers` processes has two batches ready; with `pin_memory` the tensors lie
-    in memory that is copied to an accelerator without waiting. Workers are not in the process group of their parent.
+    in memory that is copied to an accelerator without waiting. Workers are not in the process group of their parent,
+    and ignore SIGTERM.
     """
     import torch
     from torch.utils.data import DataLoader
@@ -52,10 +54,14 @@ def build_loader(
         collate_fn=stack_samples,
         pin_memory=pin_memory,
         generator=torch.Generator().manual_seed(seed),
-        worker_init_fn=_own_process_group,
+        worker_init_fn=_outlive_sigterm,
     )
 
 
-def _own_process_group(worker: int) -> None:
-    """Launchers send SIGTERM to a rank's whole group; the rank goes on to where it can save, and needs its workers."""
-    os.setpgid(0, 0)
+def _outlive_sigterm(worker: int) -> None:
+    """SIGTERM comes to a rank's whole group or container; the rank goes on to where it can save, with its workers.
+
+    They end when the loader asks them to, and some seconds after a parent that is gone.
+    """
+    os.setpgid(0, 0)  # Ctrl-C is for the rank alone
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

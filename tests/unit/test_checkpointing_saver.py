@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron.checkpointing import BackgroundSaver, FailedSaves, SaveError, Saver, load_checkpoint, save
+from megatron.checkpointing.folders import saved_iterations
 from megatron.mpu.sharding import Sharding
 
 PLACE = Sharding("w", (6,), None, 0)
@@ -169,6 +170,23 @@ def test_the_last_one_waits_for_the_one_before(tmp_path: Path, gate: Gate) -> No
     assert saver.save(20, placed(2.0), {}, own(2), layout={}, last=True)
     saver.close()
     assert saved(tmp_path) == (20, 2.0, 2)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_what_the_run_did_not_go_on_from_neither_counts_nor_is_removed(tmp_path: Path, in_background: bool) -> None:
+    """The checkpoint of iteration 10 was damaged, say: of the last two that are kept, both are to be whole ones."""
+    begun = Saver(tmp_path, 0, 1, str)
+    for iteration in (5, 10):
+        begun.save(iteration, placed(1.0), {}, {}, layout={})
+    kept = []
+    saver = Saver(tmp_path, 0, 1, str, in_background=in_background, keep_last=2, saved_iteration=5)
+    for iteration in (20, 30, 10, 40):
+        saver.save(iteration, placed(1.0), {}, {}, layout={})
+        saver.save(iteration, placed(1.0), {}, {}, layout={}, last=True)  # waits
+        kept.append(saved_iterations(tmp_path))
+    saver.close()
+    # When the run has saved one of its own there, that counts.
+    assert kept == [[5, 10, 20], [10, 20, 30], [10, 20, 30], [30, 40]]
 
 
 @pytest.mark.parametrize("in_background", [False, True])

@@ -1,5 +1,8 @@
 """The loader: batches of tensors in the sampler's order, and no draw from the default generator."""
 
+import multiprocessing
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -33,6 +36,21 @@ def test_batches_come_in_order_and_the_default_generator_is_left_alone(dataset: 
         for name in batch:
             expected = torch.stack([torch.from_numpy(dataset[number][name]) for number in numbers])
             assert torch.equal(batch[name], expected)
+
+
+def test_workers_go_on_when_sigterm_comes_to_all(dataset: GPTDataset) -> None:
+    """As a container's end sends it, or a kill by name; after the last batch they are gone all the same."""
+    loader = build_loader(dataset, GlobalBatchSampler(40, 0, 2, 2), 2, seed=5)
+    batches = iter(loader)
+    first = [next(batches) for _ in range(2)]  # one of each worker
+    workers = multiprocessing.active_children()
+    for worker in workers:
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGTERM)
+    assert len([*first, *batches]) == len(loader) == 20
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0, 0]
 
 
 def test_a_batch_owns_its_tensors(dataset: GPTDataset) -> None:

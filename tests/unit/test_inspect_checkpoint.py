@@ -32,7 +32,7 @@ def test_what_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert inspect_checkpoint.main([str(tmp_path), "--verify"]) == 0
     told = capsys.readouterr().out
     for words in (
-        "iter_0000010: iteration 10 of 5, 10",
+        f"iter_0000010: iteration 10 (saved in {tmp_path}: 5, 10)",
         "saved at the layout: tensor 1",
         "weights: 17 elements in 2 tensors",
         "all tensors: 136 bytes in 3 tensors; 9 bytes of 1 ranks' own",
@@ -44,7 +44,7 @@ def test_what_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     rows = [line.split() for line in told.splitlines()]
     assert ["a", "float32", "[4,", "3]", "48", "1"] in rows and ["b", "int64", "[5]", "40", "1"] in rows
     assert inspect_checkpoint.main([str(tmp_path), "--ckpt-step", "5"]) == 0
-    assert "iteration 5 of 5, 10" in capsys.readouterr().out
+    assert f"iteration 5 (saved in {tmp_path}: 5, 10)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", DAMAGE)
