@@ -19,17 +19,15 @@ repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$repository/examples/pretraining.sh"
 
 meaning+=(
-  [LOAD]="the folder of the trained model's checkpoints"
   [WIKITEXT]="wiki.test.tokens of WikiText-103, as it is distributed, with its blanks and <unk>"
   [LAMBADA]='lambada_test.jsonl, a {"text": ...} a line: the plain text of 5,153 passages'
 )
 
 # make_toy_model: a trained toy, and texts for it out of the prose that it was trained on.
 make_toy_model() {
-  TOY_FOLDER=${TOY_FOLDER:-$(if is_dry; then mktemp -d -u; else mktemp -d; fi)} # -u makes none
-  LOAD=$TOY_FOLDER/checkpoints WIKITEXT=$TOY_FOLDER/toy.txt LAMBADA=$TOY_FOLDER/toy.jsonl
+  train_toy_gpt "$repository"
+  WIKITEXT=$TOY_FOLDER/toy.txt LAMBADA=$TOY_FOLDER/toy.jsonl
   if is_dry; then return; fi
-  TOY_FOLDER=$TOY_FOLDER bash "$repository/examples/pretrain_gpt_345M.sh"
   python - "$WIKITEXT" >"$LAMBADA" <<'PYTHON'
 import json
 import sys

@@ -16,6 +16,7 @@ declare -A meaning=(
   [VOCAB_FILE]="GPT-2's vocab.json, with which the token set was made"
   [MERGE_FILE]="GPT-2's merges.txt, with which the token set was made"
   [SAVE]="the folder of checkpoints; a run that finds one there continues it"
+  [LOAD]="the folder of the trained model's checkpoints"
   [TOY_FOLDER]="the folder that the nodes of a toy run share"
   [MASTER_ADDR]="name or address of the first node, that of NODE_RANK 0, the same on every node"
   [NODE_RANK]="this node's number, from 0, another one on every node"
@@ -77,6 +78,14 @@ make_toy_data() {
   mkdir -p "$folder"
   write_toy_files "$1" "$folder"
   touch "$folder/made"
+}
+
+# train_toy_gpt REPOSITORY: trains the toy of pretrain_gpt_345M.sh in TOY_FOLDER, or a new folder; sets TOY_FOLDER, LOAD.
+# shellcheck disable=SC2034
+train_toy_gpt() {
+  TOY_FOLDER=${TOY_FOLDER:-$(if is_dry; then mktemp -d -u; else mktemp -d; fi)} # -u makes none
+  LOAD=$TOY_FOLDER/checkpoints
+  is_dry || TOY_FOLDER=$TOY_FOLDER bash "$1/examples/pretrain_gpt_345M.sh"
 }
 
 # place_ranks NAME NODES GPUS: how many ranks there are and how they meet, on NODES nodes of GPUS GPUs unless NNODES and
