@@ -36,7 +36,8 @@ def read_articles(files: Files) -> list[Article]:
     """The articles of folders, in the order of these and of the files' names.
 
     A folder has folders `middle` and `high` that hold the files (`RACE/dev`), and nothing beside them is read, or else
-    it holds them itself (`RACE/dev/middle`). What does not end in `.txt`, or begins with a dot, is left alone. An article is named by its folder and file, `middle/1`.
+    it holds them itself (`RACE/dev/middle`). What does not end in `.txt`, or begins with a dot, is left alone. An
+    article is named by its folder and file, `middle/1`.
     Raises `ConfigError` with a sentence for each folder without questions and each file that is not as it should be.
     """
     found: list[Article] = []

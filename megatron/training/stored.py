@@ -104,6 +104,10 @@ _IN_WORDS = {
 }
 
 
+def _in_words(name: str, value: Any) -> str:
+    return _IN_WORDS.get(name, f"{flag_name(name)} {{}}").format(value)
+
+
 def model_differences(stored: dict[str, Any], present: dict[str, Any], directory: str) -> list[str]:
     """A sentence for each choice in which the model of the checkpoint in `directory` differs from the present one.
 
@@ -114,7 +118,7 @@ def model_differences(stored: dict[str, Any], present: dict[str, Any], directory
         return [f"--load {directory}: its checkpoint is of {kinds[0]}, this run trains {kinds[1]}"]
     before = {**{name: stored_section({}, "model").get(name) for name in present}, **stored}
     return [
-        f"{_IN_WORDS.get(name, flag_name(name) + ' {}').format(present.get(name))}: the model of the checkpoint in {directory} has {before[name]}"
+        f"{_in_words(name, present.get(name))}: the model of the checkpoint in {directory} has {before[name]}"
         for name in sorted(before)
         if before[name] != present.get(name)
     ]

@@ -48,7 +48,10 @@ complaints = functools.partial(runs.complaints, main=main.main)
         ({"seq_length": 6}, "--seq-length 6: "),
         ({"seq_length": 3}, "--seq-length 3: it must be at least 4"),
         ({"seq_length": 17}, "--seq-length 17: it must not be above --max-position-embeddings 16"),
-        ({"lr_warmup_fraction": None, "lr_warmup_iters": 9, "keep_last": True}, "9: it must not be above the iterations of --epochs, which are 2"),
+        (
+            {"lr_warmup_fraction": None, "lr_warmup_iters": 9, "keep_last": True},
+            "9: it must not be above the iterations of --epochs, which are 2",
+        ),
         ({"pretrained_checkpoint": "nowhere"}, "--pretrained-checkpoint nowhere: there is no such folder"),
         ({"predictions_file": "nowhere/p.jsonl"}, "--predictions-file nowhere/p.jsonl: it must be a file in a folder"),
         ({"tokenizer_type": "NullTokenizer", "vocab_size": 50}, "[CLS]"),
