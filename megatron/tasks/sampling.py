@@ -44,9 +44,9 @@ def candidates(logits: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor
         scores, ids = logits.sort(descending=True, stable=True)
         kept = min(sampling.top_k or len(logits), len(logits))
         scores, ids = scores[:kept], ids[:kept].cpu()
+    scores = scores.cpu().double()
     # Less their maximum before they are divided, so that no temperature makes infinities of them.
-    differences = (scores - logits.max()).cpu().double()
-    probabilities = (differences / sampling.temperature).softmax(0)
+    probabilities = ((scores - scores.max()) / sampling.temperature).softmax(0)
     if 0 < sampling.top_p < 1:
         before = probabilities.cumsum(0) - probabilities
         probabilities = probabilities[before < sampling.top_p]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron import mpu
-from tests.harness import device_checks
+from tests.harness import device_checks, device_generation
 from tests.harness.closeness import assert_close
 from tests.harness.ranks import RankError, Ranks
 
@@ -23,6 +23,8 @@ def check_the_rest(rank: int, world_size: int) -> None:
     device_checks.check_streams(CPU)
     device_checks.check_recompute(CPU, torch.float32)
     device_checks.check_collectives(CPU)
+    for dtype in device_checks.TOLERANCES:
+        device_generation.check_generation(CPU, dtype)
 
 
 def check_with_a_wrong_layer(rank: int, world_size: int) -> None:
@@ -45,7 +47,7 @@ def test_layers_agree_with_float64(ranks: Ranks) -> None:
     ranks(1, check_layers)
 
 
-def test_streams_recomputation_and_collectives(ranks: Ranks) -> None:
+def test_streams_recomputation_collectives_and_generation(ranks: Ranks) -> None:
     ranks(1, check_the_rest)
 
 

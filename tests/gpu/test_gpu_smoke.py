@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.harness import device_checks
+from tests.harness import device_checks, device_generation
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,6 +28,11 @@ def test_streams_of_random_numbers(gpu: torch.device) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_recomputation_is_exact(gpu: torch.device, dtype: torch.dtype) -> None:
     device_checks.check_recompute(gpu, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_generation_behind_a_cache(gpu: torch.device, dtype: torch.dtype) -> None:
+    device_generation.check_generation(gpu, dtype)
 
 
 def test_collectives_of_one_rank_on_nccl(gpu: torch.device) -> None:
