@@ -47,6 +47,7 @@ RENAMED: Mapping[str, str] = {
     "activations-checkpoint-num-layers": "--recompute-granularity full with --recompute-num-layers",
     "recompute-activations": "--recompute-granularity selective",
     "norm-epsilon": "--layernorm-epsilon",
+    "skip-train": "--train-iters with the iteration of the checkpoint",
 }
 
 # What is not here: a launch script that relies on it must not start.

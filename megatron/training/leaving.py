@@ -24,6 +24,7 @@ class Reason(enum.IntEnum):
 
     TIME = 1
     SIGTERM = 2
+    INTERVAL = 3  # which every rank knows by itself
 
 
 class Leaving:
@@ -118,7 +119,11 @@ def leaving_together(config: RunConfig, world: World, began: float) -> Iterator[
 
 def words_on(reason: Reason, iteration: int, config: RunConfig) -> str:
     """A sentence for the end of a run that leaves after `iteration`."""
-    minutes, save = config.training.exit_duration_in_mins, config.checkpoint.save
-    why = "SIGTERM came" if reason is Reason.SIGTERM else f"--exit-duration-in-mins {minutes:g} are over"
+    training, save = config.training, config.checkpoint.save
+    why = {
+        Reason.TIME: f"--exit-duration-in-mins {training.exit_duration_in_mins or 0:g} are over",
+        Reason.SIGTERM: "SIGTERM came",
+        Reason.INTERVAL: f"--exit-interval {training.exit_interval} asks for it",
+    }[reason]
     then = "nothing is saved, for there is no --save" if save is None else f"--load {save} goes on from here"
     return f"the run ends after iteration {iteration}, because {why}; {then}"

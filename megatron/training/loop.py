@@ -12,7 +12,7 @@ from megatron import mpu
 from megatron.training.config import BatchSizes, RunConfig
 from megatron.training.data_facts import DataFacts
 from megatron.training.failure import mistakes
-from megatron.training.leaving import leaving_together, words_on
+from megatron.training.leaving import Reason, leaving_together, words_on
 from megatron.training.losses import NonFiniteLoss
 from megatron.training.observers import Audience, Metrics, Observer
 from megatron.training.pipeline import Batch, ForwardStep
@@ -136,7 +136,8 @@ def _train(run: Run) -> None:
             break
         with interval.paused():
             _between_iterations(run)
-        if _due(run.config.training.exit_interval, state.iteration):
+        if _due(run.config.training.exit_interval, state.iteration) and state.iteration < total:
+            reason = Reason.INTERVAL
             break
     _save(run, last=True)
     if reason is not None:
