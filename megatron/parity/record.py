@@ -78,17 +78,32 @@ def record_run(train: Train, config: RunConfig) -> Record:
 
 
 def script_problems(script: str) -> list[str]:
-    """A sentence where there is no such file, it is not Python, or gives no name `train`; nothing in it is run."""
+    """A sentence where there is no such file, it is not Python, or it has no `train` for the config of a GPT's run.
+
+    Nothing in it is run.
+    """
     if not Path(script).is_file():
         return [f"--script {script}: there is no such file"]
     try:
         text = Path(script).read_bytes()
         names = symtable.symtable(text, script, "exec").get_symbols()  # type: ignore[arg-type]
-        imports_all = any(isinstance(node, ast.alias) and node.name == "*" for node in ast.walk(ast.parse(text)))
+        tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError) as error:
         return [f"--script {script}: it cannot be read as Python ({error})"]
+    imports_all = any(isinstance(node, ast.alias) and node.name == "*" for node in ast.walk(tree))
     given = any(name.get_name() == "train" and (name.is_assigned() or name.is_imported()) for name in names)
-    return [] if given or imports_all else [_without_train(script)]
+    if not given and not imports_all:
+        return [_without_train(script)]
+    other = [name for name in map(_config_of, tree.body) if name not in (None, "RunConfig", "Any")]
+    return [f"--script {script}: its train takes a {name}, and runs of a RunConfig are checked here" for name in other]
+
+
+def _config_of(node: ast.stmt) -> str | None:
+    """What kind of config the function `train` says that it takes, None where it does not say."""
+    if not isinstance(node, ast.FunctionDef) or node.name != "train" or not node.args.args:
+        return None
+    kind = node.args.args[0].annotation
+    return None if kind is None else ast.unparse(kind).strip("'\"").rpartition(".")[2]
 
 
 def _without_train(script: str) -> str:
