@@ -152,7 +152,10 @@ def test_mistakes_are_told_together_and_end_with_2(capsys: pytest.CaptureFixture
         ("--dry-run --script README.md", "--script README.md: --dry-run plans the model of pretrain_gpt.py"),
         ("--script README.md", "--script README.md: it cannot be read as Python ("),
         ("--script tools/inspect_dataset.py", "--script tools/inspect_dataset.py: it has no function train(config, ob"),
-        ("--script pretrain_bert.py", "--script pretrain_bert.py: its train takes a BertRunConfig, and runs of a RunConfig"),
+        (
+            "--script pretrain_bert.py",
+            "--script pretrain_bert.py: its train takes a BertRunConfig, and runs of",
+        ),
     ],
 )
 def test_a_mistake_of_the_check_is_one_sentence(

@@ -13,7 +13,15 @@ from torch import Tensor
 from megatron import mpu
 from megatron.checkpointing import read_state
 from megatron.checkpointing.convert import from_native
-from megatron.model import BertEncoder, BertModel, BertOutput, Encoding, TransformerConfig
+from megatron.model import (
+    BertEncoder,
+    BertForClassification,
+    BertForMultipleChoice,
+    BertModel,
+    BertOutput,
+    Encoding,
+    TransformerConfig,
+)
 from megatron.tokenizer import TokenizerConfig, build_tokenizer
 from tests.harness.bert_runs import run_pretrain_bert
 from tests.harness.bert_stages import load, run
@@ -111,10 +119,25 @@ def test_training_goes_on(ranks: Ranks, shared: Path, classic: Path, tmp_path: P
         assert_close(four.series(name), one.series(name), 1e-5 if name == "loss" else 1e-4)
 
 
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("layout", [Layout(2, 2), Layout(1, 4), Layout(2, 2, 2)])
-def test_classic_folders_of_pipelines(tmp_path: Path, layout: Layout, residual: bool) -> None:
-    """A random BERT written as its program lays it out becomes the same model, moments included."""
+@pytest.mark.parametrize(
+    ("layout", "residual", "kind", "options"),
+    [
+        *(
+            (layout, r, BertModel, {})
+            for layout in (Layout(2, 2), Layout(1, 4), Layout(2, 2, 2))
+            for r in (True, False)
+        ),
+        (Layout(2, 2), False, BertForMultipleChoice, {"choices": 4}),
+        (Layout(2, version=0, old=True), False, BertForClassification, {"classes": 3}),
+    ],
+)
+def test_classic_folders_of_pipelines(
+    tmp_path: Path, layout: Layout, residual: bool, kind: Any, options: dict[str, int]
+) -> None:
+    """A random BERT written as its program lays it out becomes the same model, moments included.
+
+    So does one that was fine-tuned for a task.
+    """
     config = TransformerConfig(
         num_layers=4,
         hidden_size=16,
@@ -122,7 +145,7 @@ def test_classic_folders_of_pipelines(tmp_path: Path, layout: Layout, residual: 
         max_position_embeddings=12,
         apply_residual_connection_post_layernorm=residual,
     )
-    model = BertModel(config, 30, device="meta")
+    model = kind(config, 30, device="meta", **options)
     shapes = {name: sharding.global_shape for name, sharding in mpu.parameter_shardings(model).items()}
     weights = random_weights(shapes, 1, torch.float32)
     moments = {kind: random_weights(shapes, seed, torch.float32) for seed, kind in ((2, "exp_avg"), (3, "exp_avg_sq"))}
@@ -136,6 +159,7 @@ def test_classic_folders_of_pipelines(tmp_path: Path, layout: Layout, residual: 
     for name, tensor in expected.items():
         assert ours.tensors[name].read().equal(tensor), name
     assert ours.config.apply_residual_connection_post_layernorm == residual
+    assert ours.kind.name == kind.kind and options.items() <= ours.kind.options.items()
 
 
 # --- Hugging Face's ---------------------------------------------------------------------------------------------------
@@ -149,13 +173,17 @@ def random_theirs(folder: Path, kind: str) -> Any:
 
     config = TransformerConfig(num_layers=2, hidden_size=24, num_attention_heads=4, max_position_embeddings=20)
     whole = random_bert(config, 50, seed=4)
-    model = getattr(transformers, kind)(whole.config)
+    labels = {"num_labels": 3} if kind == "BertForSequenceClassification" else {}
+    model = getattr(transformers, kind)(type(whole.config)(**whole.config.to_dict() | labels))
     model.load_state_dict(whole.state_dict() if kind != "BertModel" else whole.bert.state_dict(), strict=False)
     model.eval().save_pretrained(folder)
     return model
 
 
-@pytest.mark.parametrize("kind", ["BertForPreTraining", "BertForMaskedLM", "BertModel"])
+OF_TASKS = ["BertForSequenceClassification", "BertForMultipleChoice"]
+
+
+@pytest.mark.parametrize("kind", ["BertForPreTraining", "BertForMaskedLM", "BertModel", *OF_TASKS])
 def test_there_and_back(tmp_path: Path, kind: str) -> None:
     """What they compute from the folder that comes back is what they computed before."""
     import transformers
@@ -165,10 +193,13 @@ def test_there_and_back(tmp_path: Path, kind: str) -> None:
     convert("--from", "hf", "--to", "native", "--load", tmp_path / "theirs", "--save", ours, "--check")
     convert("--from", "native", "--to", "hf", "--load", ours, "--save", back, "--check")
     again = getattr(transformers, kind).from_pretrained(back).eval()
-    tokens = torch.arange(16).view(2, 8)
+    tokens = torch.arange(32).view(1, 4, 8) if kind == "BertForMultipleChoice" else torch.arange(16).view(2, 8)
     before, after = (list(model(tokens).values()) for model in (theirs, again))
     for mine, expected in zip(after, before, strict=True):
         assert_close(mine, expected, 1e-5)
+    if kind in OF_TASKS:
+        (model,) = loaded(str(ours), 1)
+        assert_close(model(tokens).detach(), before[0].detach(), 1e-5)
     if kind == "BertForPreTraining":  # nothing was folded into anything else
         weights = dict(again.named_parameters())
         assert all(weights[name].equal(parameter) for name, parameter in theirs.named_parameters())

@@ -9,7 +9,7 @@ from megatron.checkpointing.convert.models import GPT, ModelKind
 from megatron.model import TransformerConfig
 
 _TYPES = "embedding.tokentype_embeddings.weight"
-RACE_CHOICES = 4  # of a question; classic checkpoints do not say it
+RACE_CHOICES = 4  # of a question; no other program's checkpoint says it
 
 # Hugging Face's names, with queries, keys and values of a layer as if they were one tensor.
 WORDS, POSITIONS, TYPES = (f"bert.embeddings.{what}_embeddings.weight" for what in ("word", "position", "token_type"))
@@ -35,6 +35,8 @@ HEADS = {
     "lm_head.dense": "cls.predictions.transform.dense",
     "lm_head.layernorm": "cls.predictions.transform.LayerNorm",
     "binary_head": "cls.seq_relationship",
+    "classification_head": "classifier",
+    "multichoice_head": "classifier",
 }
 
 

@@ -18,6 +18,7 @@ from megatron.checkpointing.convert.bert import (
     FUSED,
     HEADS,
     POSITIONS,
+    RACE_CHOICES,
     TYPES,
     WORDS,
     hugging_face_entries,
@@ -33,10 +34,16 @@ from megatron.model import TransformerConfig
 
 ORDER: RowOrder = "3nd"
 # Of all names; a model without heads leaves out the first.
-PREFIXES = ("bert.", "cls.")
+PREFIXES = ("bert.", "cls.", "classifier.")
 _DECODER_BIAS, _BIAS = "cls.predictions.decoder.bias", "cls.predictions.bias"
 _PARTS = tuple(f"attention.self.{part}" for part in ("query", "key", "value"))
 _ACTIVATIONS = {"gelu": "gelu_erf", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+# What they call a model by our kind of it.
+_NAMES = {
+    "bert-encoder": "BertModel",
+    "bert-classification": "BertForSequenceClassification",
+    "bert-multiple-choice": "BertForMultipleChoice",
+}
 # What a BERT of theirs may ask for and ours does not do, with the value at which it does nothing.
 _NOT_HERE = {"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False}
 # Buffers that older versions stored with the weights.
@@ -52,7 +59,7 @@ def from_bert(path: Path, saved: Mapping[str, Any], weights: dict[str, Readable]
     weights = fused(without_copies(weights, notes))
     if WORDS not in weights or POSITIONS not in weights:
         raise ValueError(f"{path.parent}: it has no {WORDS} and {POSITIONS}")
-    kind = _kind(weights, notes)
+    kind = _kind(weights, saved.get("architectures"), notes)
     config = _our_config(path, saved, told, kind, weights)
     there = weights[WORDS].shape[0]
     vocab_size = told.vocab_size or min(told.tokenizer_size or there, there)
@@ -97,12 +104,20 @@ def _together(parts: list[Readable]) -> Readable:
     return Deferred(parts[0].dtype, shape, lambda: torch.cat([part.read() for part in parts]))
 
 
-def _kind(weights: dict[str, Readable], notes: list[str]) -> ModelKind:
-    """Which of our models it is, by its tensors. One that has a masked-LM head alone is one without pairs here."""
+def _kind(weights: dict[str, Readable], architectures: Any, notes: list[str]) -> ModelKind:
+    """Which of our models it is, by its tensors. One that has a masked-LM head alone is one without pairs here.
+
+    A head of a task is one of options where `architectures` say so, else one of classes; on tokens we have none.
+    """
     pooler = f"{HEADS['pooler.dense']}.weight" in weights
     if f"{HEADS['lm_head.dense']}.weight" not in weights:
-        types = weights[TYPES].shape[0] if TYPES in weights else 0
-        return ModelKind("bert-encoder", {"pooler": pooler, "token_types": types})
+        types = {"token_types": weights[TYPES].shape[0] if TYPES in weights else 0}
+        head = weights.get(f"{HEADS['classification_head']}.weight")
+        if head is None or not pooler:
+            return ModelKind("bert-encoder", {"pooler": pooler, **types})
+        if architectures == [_NAMES["bert-multiple-choice"]]:
+            return ModelKind("bert-multiple-choice", {"choices": RACE_CHOICES, **types})
+        return ModelKind("bert-classification", {"classes": head.shape[0], **types})
     pairs = f"{HEADS['binary_head']}.weight" in weights
     if not pairs:
         dropped = [weights.pop(f"{HEADS['pooler.dense']}.{part}", None) for part in ("weight", "bias")]
@@ -155,8 +170,6 @@ def _our_config(
 def bert_tensors(transfer: Transfer) -> dict[str, Readable]:
     """Their tensors of a BERT of ours. Raises ValueError where a BERT of theirs cannot be that model."""
     config, kind = transfer.config, transfer.kind
-    if kind.name not in ("bert", "bert-encoder"):
-        raise ValueError(f"--to hf: a model {kind.name} has no form there")
     if config.projection_size != config.hidden_size or config.norm_position != "post":
         raise ValueError(
             f"--kv-channels {config.head_size} and --norm-position {config.norm_position}: a BERT of Hugging Face has "
@@ -194,9 +207,11 @@ def bert_config(transfer: Transfer) -> dict[str, Any]:
     """Their config of a BERT of ours."""
     config, kind = transfer.config, transfer.kind
     pairs = kind.options.get("binary_head", False)
-    with_heads = "BertForPreTraining" if pairs else "BertForMaskedLM"
+    classes = range(kind.options.get("classes", 0))
+    labels = {"id2label": {str(i): f"LABEL_{i}" for i in classes}, "label2id": {f"LABEL_{i}": i for i in classes}}
     return {
-        "architectures": ["BertModel" if kind.name == "bert-encoder" else with_heads],
+        "architectures": [_NAMES.get(kind.name, "BertForPreTraining" if pairs else "BertForMaskedLM")],
+        **(labels if classes else {}),
         "model_type": "bert",
         "hidden_act": {"gelu_erf": "gelu", "gelu_tanh": "gelu_new"}[config.activation],
         "attention_probs_dropout_prob": config.attention_dropout,
