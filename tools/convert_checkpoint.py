@@ -17,6 +17,7 @@ import torch
 from megatron.base.complaints import raise_joined
 from megatron.base.compose import ComposedConfig, make_section, section_types
 from megatron.base.config import Config, choice_problems, flag, flag_fields, flag_name, minimum_problems
+from megatron.base.files import folder_problem
 from megatron.checkpointing.convert import (
     ModelKind,
     Told,
@@ -94,6 +95,9 @@ def convert(asked: ConvertConfig) -> None:
     """Do it, and say what was done. Raises ValueError or OSError for what is wrong with the source or the target."""
     if not Path(asked.load).is_dir():
         raise ValueError(f"--load {asked.load}: there is no such folder")
+    problem = folder_problem(asked.save)
+    if problem is not None:
+        raise ValueError(f"--save {asked.save}: it cannot be written, for {problem}")
     tokenizer = _tokenizer(asked)
     size = None if tokenizer is None else build_tokenizer(tokenizer).vocab_size
     transfer = _read(

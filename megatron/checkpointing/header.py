@@ -8,7 +8,8 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Any
 
-from megatron.checkpointing.index import SAFETENSORS_NAMES, dtype_of, shape_of, unique_keys, whole_numbers
+from megatron.checkpointing.index import SAFETENSORS_NAMES, dtype_of
+from megatron.checkpointing.untrusted import shape_of, unique_keys, whole_numbers
 
 # A limit of the format.
 _LARGEST = 100_000_000

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,6 +12,7 @@ import torch
 from megatron.base.rectangles import Rectangle, cover_problem
 from megatron.checkpointing.checksum import crc32
 from megatron.checkpointing.errors import DamageError
+from megatron.checkpointing.untrusted import shape_of, unique_keys, whole_numbers
 
 FORMAT = "megatron-checkpoint"
 VERSION = 1
@@ -30,10 +30,6 @@ SAFETENSORS_NAMES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-
-# What 64 bits count, and more dimensions than any tensor has.
-_LARGEST_NUMBER = 2**63 - 1
-_MOST_DIMENSIONS = 64
 
 # A file lies in the checkpoint's own folder: no other name is ever opened.
 _FILE_NAME = re.compile(r"rank_[0-9]{5,}\.safetensors")
@@ -245,31 +241,6 @@ def _text(value: Any, expand: int) -> str:
     if not expand or not isinstance(value, dict) or not value:
         return json.dumps(value)
     return "{\n" + ",\n".join(f"{json.dumps(key)}: {_text(entry, expand - 1)}" for key, entry in value.items()) + "\n}"
-
-
-def whole_numbers(values: Any) -> tuple[int, ...]:
-    """A list of whole numbers from JSON. Raises ValueError for anything else, negative and too large ones included."""
-    if not isinstance(values, list) or any(type(v) is not int or not 0 <= v <= _LARGEST_NUMBER for v in values):
-        raise ValueError(f"{reprlib.repr(values)} is not a list of whole numbers from 0 to 2^63")
-    return tuple(values)
-
-
-def shape_of(values: Any) -> tuple[int, ...]:
-    """The shape of a tensor from JSON. Raises ValueError where no tensor has it."""
-    shape = whole_numbers(values)
-    if len(shape) > _MOST_DIMENSIONS or math.prod(size for size in shape if size) > _LARGEST_NUMBER // 8:
-        raise ValueError(f"{reprlib.repr(values)} is not the shape of a tensor: it is too large")
-    return shape
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON from its entries, for `object_pairs_hook`. Raises ValueError where two have one name."""
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"{reprlib.repr(twice)} is there twice")
-    return entries
 
 
 def _rank(text: str) -> int:

@@ -1,6 +1,7 @@
 """Classic checkpoints at any layout and of any version become ours, bit for bit; what does not fit is refused."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,24 @@ def test_weights_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert all(torch.equal(found[name].read(), weights[name].bfloat16()) for name in weights)
     assert convert(tmp_path / "theirs", tmp_path / "other", "--dtype", "bfloat16") == 2
     assert "--no-load-optim" in capsys.readouterr().err
+
+
+def test_flags_that_do_not_fit_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is written."""
+    write_classic(tmp_path / "theirs", CONFIG, random(1), Layout(), ARGS | {"num_attention_heads": 4})
+    (tmp_path / "file").touch()
+    for save, words, sentence in (
+        ("ours", ["--num-attention-heads", "2"], "--num-attention-heads 2: the checkpoint .* says 4"),
+        (
+            "ours",
+            ["--vocab-size", "1000"],
+            "rows, but the vocabulary has 1000 tokens, by --vocab-size or the tokenizer",
+        ),
+        ("file", [], "--save .*/file: it cannot be written, for .*/file is no folder"),
+    ):
+        assert convert(tmp_path / "theirs", tmp_path / save, *words) == 2
+        assert re.search(sentence, capsys.readouterr().err), sentence
+    assert not (tmp_path / "ours").exists()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

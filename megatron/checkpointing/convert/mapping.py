@@ -68,7 +68,10 @@ def imported(entry: Entry, pieces: Sequence[Readable], rows: Rows) -> Readable:
         raise ValueError(f"{entry.theirs}: {shape[0]} rows are not whole heads of {rows.head_size} on each rank")
     if entry.vocabulary:
         if shape[0] < rows.vocab_size:
-            raise ValueError(f"{entry.theirs} has {shape[0]} rows, but the vocabulary has {rows.vocab_size} tokens")
+            raise ValueError(
+                f"{entry.theirs} has {shape[0]} rows, but the vocabulary has {rows.vocab_size} tokens, by --vocab-size "
+                "or the tokenizer"
+            )
         shape = (rows.vocab_size, *shape[1:])
     return Deferred(pieces[0].dtype, shape, lambda: _import(entry, pieces, rows))
 

@@ -128,13 +128,10 @@ def model_config(
         raise ValueError(f"{checkpoint.folder}: it is no transformer with learned positions")
     if len(shapes[WORDS]) < 2:
         raise ValueError(f"{checkpoint.folder}: {WORDS} is {list(shapes[WORDS])}, and must be a matrix")
-    hidden, heads = shapes[WORDS][1], told.num_attention_heads or args.get("num_attention_heads")
-    if heads is None:
-        raise ValueError(f"{checkpoint.folder}: it does not say its --num-attention-heads: give that flag")
     values = {
         "num_layers": sum(layer_count(checkpoint.files[p, 0].chunks[c]) for p, c in checkpoint.stages()),
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
+        "hidden_size": shapes[WORDS][1],
+        "num_attention_heads": _heads(checkpoint, told),
         "max_position_embeddings": shapes["embedding.position_embeddings.weight"][0],
         "ffn_hidden_size": sum(piece.shape[0] for piece in weights[layer]),
         "activation": told.activation or _activation(args, notes),
@@ -142,6 +139,18 @@ def model_config(
     }
     values |= {name: args[name] for name in _SAME if args.get(name) is not None}
     return own_defaults(make_section(TransformerConfig, values))
+
+
+def _heads(checkpoint: ClassicCheckpoint, told: Told) -> int:
+    """Of its attention. ValueError where neither it nor the user says it, or they differ."""
+    heads: list[int] = [
+        n for n in (checkpoint.args.get("num_attention_heads"), told.num_attention_heads) if n is not None
+    ]
+    if not heads:
+        raise ValueError(f"{checkpoint.folder}: it does not say its --num-attention-heads: give that flag")
+    if heads[0] != heads[-1]:
+        raise ValueError(f"--num-attention-heads {heads[-1]}: the checkpoint {checkpoint.folder} says {heads[0]}")
+    return heads[0]
 
 
 def own_defaults(config: TransformerConfig) -> TransformerConfig:

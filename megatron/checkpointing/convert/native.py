@@ -37,11 +37,11 @@ from megatron.checkpointing.index import (
     dtype_of,
     file_name,
     merged,
-    shape_of,
 )
 from megatron.checkpointing.load import load_checkpoint
 from megatron.checkpointing.save import BLOCK_BYTES
 from megatron.checkpointing.survey import Survey
+from megatron.checkpointing.untrusted import shape_of
 from megatron.checkpointing.values import to_json
 from megatron.checkpointing.writer import NewPiece, write_pieces
 from megatron.mpu.sharding import parameter_shardings

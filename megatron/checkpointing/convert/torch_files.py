@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.checkpointing.convert.archive import MARK, Place, checksum_of, content_of, read_archive
 from megatron.checkpointing.convert.restricted import Inert, StandIn, read_pickle
-from megatron.checkpointing.index import shape_of, whole_numbers
+from megatron.checkpointing.untrusted import shape_of, whole_numbers
 
 _STORAGES = {
     "DoubleStorage": torch.float64,
