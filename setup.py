@@ -34,6 +34,7 @@ setup(
         "parquet": ["pyarrow>=15"],
         # An ASGI application and its server, both small, of few dependencies and in wide use.
         "serve": ["starlette>=0.40", "uvicorn>=0.30"],
+        "lm-eval": ["lm-eval>=0.4.9"],
         "test": [
             "hypothesis",
             "matplotlib",

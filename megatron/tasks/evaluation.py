@@ -17,11 +17,11 @@ class Figures(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Windows, what is asked of the model about each, and the results that the answers, a number each, come to."""
+    """Windows, what is asked of the model about each, and the results that its numbers for each come to."""
 
     windows: list[Window]
     measure: Measure
-    figures: Callable[[Sequence[float]], Figures]
+    figures: Callable[[Sequence[Sequence[float]]], Figures]
 
 
 def read_utf8(path: str) -> str:

@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from megatron.base.words import counted
 from megatron.tasks.evaluation import Evaluation, Figures, read_utf8
-from megatron.tasks.measures import right_guesses
+from megatron.tasks.measures import GUESSES
 from megatron.tasks.windows import Window
 from megatron.tokenizer import Tokenizer
 
@@ -75,7 +76,7 @@ def lambada(path: str, passages: Sequence[Passage], tokenizer: Tokenizer, length
     blanks = sum(one.blanks_behind for one in passages)
     cut = [f"the blanks at the end of {counted(blanks, 'passage')} are left out"] if blanks else []
     told = [f"{path}: {note}" for note in notes + cut]
-    return Evaluation(windows, right_guesses, functools.partial(figures, windows, told, len(left_out), strict))
+    return Evaluation(windows, GUESSES, functools.partial(figures, windows, told, len(left_out), strict))
 
 
 def _windows(passages: Sequence[Passage], tokenizer: Tokenizer, strict: bool) -> Iterator[Window]:
@@ -91,12 +92,14 @@ def _windows(passages: Sequence[Passage], tokenizer: Tokenizer, strict: bool) ->
 
 
 def figures(
-    windows: Sequence[Window], notes: list[str], left_out: int, strict: bool, right: Sequence[float]
+    windows: Sequence[Window], notes: list[str], left_out: int, strict: bool, guesses: Sequence[Sequence[float]]
 ) -> Figures:
-    """The share of the windows of which all scored tokens are right, from each one's number of right tokens."""
-    hits = sum(count == window.scored for count, window in zip(right, windows, strict=True))
-    accuracy = hits / len(windows)
+    """The share of windows all of whose scored tokens are right, from each one's loss and number of right tokens."""
+    hits = sum(right == window.scored for (_, right), window in zip(guesses, windows, strict=True))
+    accuracy, loss = hits / len(windows), math.fsum(loss for loss, _ in guesses) / len(windows)
     told = f"LAMBADA: accuracy {accuracy:.6f}, {hits} right of {counted(len(windows), 'passage')}"
     unscored = f", {left_out} not scored" if left_out else ""
-    numbers = {"accuracy": accuracy, "right": hits, "passages": len(windows), "left_out": left_out}
-    return Figures(numbers, [*notes, f"{told}{unscored}; {_RULES[strict]}"])
+    numbers = {"accuracy": accuracy, "right": hits, "passages": len(windows), "left_out": left_out, "loss": loss}
+    return Figures(
+        numbers, [*notes, f"{told}{unscored}; {_RULES[strict]}", f"loss of what is to be guessed: {loss:.6f} a passage"]
+    )

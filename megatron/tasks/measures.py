@@ -1,63 +1,79 @@
 """What a GPT says of windows: losses and right guesses, each window scored once on all data-parallel ranks together."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from megatron import mpu
 from megatron.model import gather_logits
 from megatron.tasks.next_token import SplitGPT
 from megatron.tasks.windows import Window, WindowBatch, batch_numbers, make_batch
 
-# A number for each window of a batch, float64 [b], on the ranks of the last stage, None on the others.
-Measure = Callable[[SplitGPT, WindowBatch], Tensor | None]
 # Told how many of how many batches are done.
 Progress = Callable[[int, int], None]
 
 
-def loss_sums(model: SplitGPT, batch: WindowBatch) -> Tensor | None:
-    """The sum of the cross entropies of the scored tokens. Logits are calculated for these alone."""
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """So many numbers for each window, by `of`: float64 [b, numbers] on the ranks of the last stage, None elsewhere."""
+
+    numbers: int
+    of: Callable[[SplitGPT, WindowBatch], Tensor | None]
+
+
+def _losses(model: SplitGPT, batch: WindowBatch) -> Tensor | None:
     losses = model.forward(batch.tokens, labels=batch.labels, logits_at=batch.places)  # [b, k]
-    return None if losses is None else losses.double().sum(dim=1)
+    return None if losses is None else losses.double().sum(dim=1, keepdim=True)
 
 
-def right_guesses(model: SplitGPT, batch: WindowBatch) -> Tensor | None:
-    """How many of the scored tokens are the likeliest, given those before them; NaN where logits are no numbers.
-
-    One all-gather of the logits of these tokens, beside the collectives of the model.
-    """
+def _guesses(model: SplitGPT, batch: WindowBatch) -> Tensor | None:
     split = model.forward(batch.tokens, logits_at=batch.places)
     if split is None:
         return None
     logits = gather_logits(split, model.vocab_size)  # [b, k, v]
-    right = (logits.argmax(dim=-1) == batch.labels).double().sum(dim=1)
-    return right.where(logits.isfinite().flatten(1).all(dim=1), float("nan"))
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = F.cross_entropy(wide.transpose(1, 2), batch.labels, reduction="none")  # [b, k]
+    right = wide.argmax(dim=-1) == batch.labels
+    return torch.stack([losses.double().sum(dim=1), right.double().sum(dim=1)], dim=1)
+
+
+# The sum of the cross entropies of the scored tokens. Logits are calculated for these alone, and never gathered.
+LOSS = Measure(1, _losses)
+# That sum, and how many of the scored tokens are the likeliest, given the right ones before them. One all-gather of the
+# logits of these tokens, beside the collectives of the model.
+GUESSES = Measure(2, _guesses)
 
 
 @torch.no_grad()
 def measured(
-    model: SplitGPT, windows: Sequence[Window], micro_batch_size: int, measure: Measure, progress: Progress
-) -> list[float]:
-    """The number that `measure` gives for each window, the same on all ranks.
+    model: SplitGPT,
+    windows: Sequence[Window],
+    micro_batch_size: int,
+    measure: Measure,
+    progress: Progress = lambda done, batches: None,
+) -> list[list[float]]:
+    """The numbers that `measure` gives for each window, the same on all ranks.
 
-    The data-parallel ranks deal the batches out. One all-reduce of two float64 numbers a window over the world, beside
-    the collectives of `measure`. Raises FloatingPointError on all ranks where a number is not finite.
+    The data-parallel ranks deal the batches out. One all-reduce over the world of these and one more float64 number a
+    window, beside the collectives of `measure`. Raises FloatingPointError on all ranks where a number is not finite.
     """
     batches = batch_numbers(windows, micro_batch_size)
     rank, ranks = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     mine = batches[rank::ranks]
-    table = torch.zeros(len(windows), 2, dtype=torch.float64, device=model.device)  # the number, and how often
+    table = torch.zeros(len(windows), measure.numbers + 1, dtype=torch.float64, device=model.device)  # and how often
     for done, numbers in enumerate(mine, 1):
-        values = measure(model, make_batch(windows, numbers, model.device))
+        values = measure.of(model, make_batch(windows, numbers, model.device))
         if values is not None and model.chooses:
-            table[numbers, 0] = values
-            table[numbers, 1] += 1
+            table[numbers, :-1] = values
+            table[numbers, -1] += 1
         progress(done, len(mine))
     dist.all_reduce(table)  # of a window all ranks but one have zeros
-    assert bool((table[:, 1] == 1).all()), "a window was left out or scored twice"
+    assert bool((table[:, -1] == 1).all()), "a window was left out or scored twice"
     if not bool(table.isfinite().all()):
         raise FloatingPointError("the model gives logits that are no numbers: its weights are no longer sound")
-    found: list[float] = table[:, 0].tolist()
+    found: list[list[float]] = table[:, :-1].tolist()
     return found

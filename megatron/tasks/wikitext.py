@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron.tasks.detokenizing import detokenize
 from megatron.tasks.evaluation import Evaluation, Figures, read_utf8
-from megatron.tasks.measures import loss_sums
+from megatron.tasks.measures import LOSS
 from megatron.tasks.windows import Window
 from megatron.tokenizer import Tokenizer
 
@@ -51,12 +51,12 @@ def wikitext(path: str, text: str, tokenizer: Tokenizer, length: int, stride: in
         raise ValueError(f"--valid-data {path}: it has {len(ids)} tokens, and at least 2 are needed: one to be scored")
     windows = overlapping_windows(ids, length, stride)
     told = f"{len(windows)} windows of up to {length} tokens, each {stride} further"
-    return Evaluation(windows, loss_sums, functools.partial(figures, count_words(text), len(ids), told))
+    return Evaluation(windows, LOSS, functools.partial(figures, count_words(text), len(ids), told))
 
 
-def figures(words: int, tokens: int, told: str, losses: Sequence[float]) -> Figures:
+def figures(words: int, tokens: int, told: str, losses: Sequence[Sequence[float]]) -> Figures:
     """Losses and perplexities for each scored token and for each of the original words, from each window's loss."""
-    loss, scored = math.fsum(losses), tokens - 1
+    loss, scored = math.fsum(one for (one,) in losses), tokens - 1
     numbers: dict[str, float] = {"loss": loss, "words": words, "tokens": tokens, "scored": scored}
     lines = [
         f"WIKITEXT103: {words} words, {tokens} tokens, {tokens / words:.4f} tokens a word; {told}; "

@@ -83,10 +83,12 @@ def test_wikitext_is_what_transformers_says(
 def test_lambada_is_what_transformers_says(ranks: Ranks, load: Path, reference: Reference, strict: bool) -> None:
     """Most passages are longer than the context, and of most words not all subwords come alike."""
     hits = sum(reference.hits(passages(), strict=strict))
+    loss = sum(reference.guess_loss(text, strict=strict) for text in passages()) / 40
     assert 0 < hits < 40
     asked = ["--task", "LAMBADA", "--load", load, "--valid-data", LAMBADA, *([] if strict else ["--no-strict-lambada"])]
     for layout in [(1, 1, 2), (2, 1, 1), (1, 2, 1)]:
         found = same_figures(ranks, layout, *asked, "--micro-batch-size", 3)
+        assert found.pop("loss") == pytest.approx(loss, rel=1e-4)
         assert found == {"accuracy": hits / 40, "right": hits, "passages": 40, "left_out": 0}
 
 

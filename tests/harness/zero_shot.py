@@ -1,4 +1,4 @@
-"""A tiny GPT-2 of Hugging Face's that knows half of LAMBADA's sample, its tokenizer, and what they say of a text."""
+"""A tiny GPT-2 of Hugging Face's that learns half of LAMBADA's sample, its tokenizer, and what they say of a text."""
 
 import json
 import math
@@ -21,9 +21,12 @@ def passages() -> list[str]:
 
 
 class Reference:
-    """The model and tokenizer, and the figures of plain calls of them. `folder` becomes one of Hugging Face's."""
+    """The model and tokenizer, and the figures of plain calls of them. `folder` becomes one of Hugging Face's.
 
-    def __init__(self, folder: Path) -> None:
+    Without `learned` the weights are as they are drawn.
+    """
+
+    def __init__(self, folder: Path, *, learned: bool = True) -> None:
         from transformers import GPT2Config, GPT2LMHeadModel  # here, so that the ranks do not load transformers
 
         folder.mkdir()
@@ -32,11 +35,11 @@ class Reference:
         self.tokenizer.train_from_iterator(texts, vocab_size=700, special_tokens=["<|endoftext|>"], show_progress=False)
         self.tokenizer.save_model(str(folder))
         torch.manual_seed(1)
-        end = self.tokenizer.token_to_id("<|endoftext|>")
+        self.end = end = self.tokenizer.token_to_id("<|endoftext|>")
         sizes = {**_SIZES, "vocab_size": self.tokenizer.get_vocab_size(), "bos_token_id": end, "eos_token_id": end}
         dropped = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
         self.model = GPT2LMHeadModel(GPT2Config(**sizes, **dropped, initializer_range=0.1))
-        self._learn(passages()[::2])
+        self._learn(passages()[::2] if learned else [])
         self.model.eval().save_pretrained(folder)
 
     def ids(self, text: str) -> list[int]:
@@ -48,14 +51,17 @@ class Reference:
         cut = text.rstrip().rfind(" ")
         return self.ids(text[:cut]), self.ids(" " + text[cut:].strip())
 
+    def parts(self, text: str, *, strict: bool) -> tuple[list[int], list[int]]:
+        """The tokens that are given of a passage and those to be guessed: its last word, or only its last token."""
+        return self.word(text) if strict else (self.ids(text)[:-1], self.ids(text)[-1:])
+
     def _learn(self, texts: Sequence[str]) -> None:
         optimizer = torch.optim.Adam(self.model.parameters(), lr=3e-3)
         taught = []
         for text in texts:
             context, word = self.word(text)
             taught.append((torch.tensor([[*context, *word][-LENGTH - 1 :]]), len(word)))
-        for step in range(100):
-            ids, scored = taught[step % len(taught)]
+        for ids, scored in taught * 5:
             loss = -self.scores(ids[0].tolist(), scored).sum()
             optimizer.zero_grad()
             loss.backward()
@@ -73,6 +79,15 @@ class Reference:
         return chances.gather(1, torch.tensor(ids[-scored:])[:, None])[:, 0]
 
     @torch.no_grad()
+    def greedy(self, ids: list[int], length: int) -> list[int]:
+        """The `length` tokens that the library's own greedy decoding adds."""
+        given = torch.tensor([ids])
+        added = self.model.generate(
+            given, attention_mask=torch.ones_like(given), max_new_tokens=length, do_sample=False
+        )
+        return [int(i) for i in added[0, len(ids) :]]
+
+    @torch.no_grad()
     def text_loss(self, ids: list[int], length: int, stride: int) -> float:
         """The sum of the losses of all `ids` but the first, each by the first window [k stride, k stride + length]."""
         windows: dict[int, list[int]] = {}
@@ -84,11 +99,17 @@ class Reference:
         )
 
     @torch.no_grad()
+    def guess_loss(self, text: str, *, strict: bool) -> float:
+        """The loss of what is to be guessed of a passage."""
+        context, word = self.parts(text, strict=strict)
+        return -self.scores([*context, *word][-LENGTH - 1 :], len(word)).double().sum().item()
+
+    @torch.no_grad()
     def hits(self, texts: Sequence[str], *, strict: bool) -> list[bool]:
         """For each passage whether greedy decoding finds its last word, a subword at a time, or its last subword."""
         found = []
         for text in texts:
-            context, word = self.word(text) if strict else (self.ids(text)[:-1], self.ids(text)[-1:])
+            context, word = self.parts(text, strict=strict)
             given = [*context, *word][-LENGTH - 1 : -len(word)]
             said: list[int] = []
             for _ in word:
