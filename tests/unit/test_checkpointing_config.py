@@ -88,6 +88,8 @@ def test_another_folder_than_is_meant_is_told(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(ValueError, match=words):
             iterations_to_load(CheckpointConfig(load=str(tmp_path / load)))
+    with pytest.raises(ValueError, match="is one of Megatron-LM's"):
+        iterations_to_load(CheckpointConfig(load=str(tmp_path / "theirs"), ckpt_step=7))
 
 
 def test_a_run_that_is_its_own_successor_starts_afresh(tmp_path: Path) -> None:
