@@ -39,7 +39,10 @@ def read_bpe_vocabulary(path: str) -> dict[str, int]:
     missing = [letter for letter in pre_tokenizers.ByteLevel.alphabet() if letter not in vocabulary]
     if missing:
         # without them the library would drop bytes of the text in silence
-        raise ValueError(f"--vocab-file {path}: {len(missing)} of the 256 one-byte tokens are missing")
+        raise ValueError(
+            f"--vocab-file {path}: {len(missing)} of the 256 one-byte tokens are missing; where no text is tokenized, "
+            f"--tokenizer-type NullTokenizer with --vocab-size {1 + max(vocabulary.values(), default=-1)} needs no file"
+        )
     return vocabulary
 
 
