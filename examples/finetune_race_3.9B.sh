@@ -10,8 +10,8 @@
 #
 #   sbatch -J race-3.9B --nodes 1 --gpus-per-node 8 examples/pretrain.slurm examples/finetune_race_3.9B.sh
 #
-# SEEDS="1 2" runs other ones. Started again, it goes on where it stopped. TOY=1 runs it at toy size on the CPU, DRY_RUN=1
-# prints the commands and runs nothing.
+# SEEDS="1 2" runs other ones. Started again, it goes on where it stopped. TOY=1 runs it at toy size on the CPU,
+# DRY_RUN=1 prints the commands and runs nothing.
 #
 # For the 1.3B BERT add `--num-layers 24 --hidden-size 2048 --num-attention-heads 32 --global-batch-size 16 --lr 1e-5`,
 # for the 336M `--num-layers 24 --hidden-size 1024 --num-attention-heads 16`.

@@ -41,8 +41,8 @@ toy_layout=(--tensor-model-parallel-size 2)
 #   parameters, gradients, optimizer      2 + 2 + 12/64 bytes each                       2.1 GB
 #   activations                           48 x s b h (10 + 24/t)                         6.5 GB
 #   logits and their gradients            4 s b V/t bytes, a few times                   0.3 GB
-# in all 9 GB: it fits a V100 of 16 GB, and nothing needs to be recomputed. A replica's 16 samples are two micro-batches;
-# gradients are reduced while the second goes backwards.
+# in all 9 GB: it fits a V100 of 16 GB, and nothing needs to be recomputed. A replica's 16 samples are two micro-batches,
+# and gradients are reduced while the second goes backwards.
 memory=(
   --fp16 # a V100 has no BF16; for GPUs from Ampere on, --bf16 and an own --micro-batch-size in its place
   --micro-batch-size 8

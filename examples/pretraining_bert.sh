@@ -1,12 +1,12 @@
 # shellcheck shell=bash
 # What the runs that pretrain a BERT share beside pretraining.sh, which this sources: the recipe of the first paper
-# (arXiv:1909.08053, section 5.3), data, checkpoints, toy size. To be sourced by them; they say the model, where it lies,
-# and for how long it is trained.
+# (arXiv:1909.08053, section 5.3), data, checkpoints, toy size. To be sourced by them; they say the model, where it
+# lies, and for how long it is trained.
 
 source "$repository/examples/pretraining.sh"
 
 files_needed=(DATA_PATH VOCAB_FILE SAVE)
-meaning[DATA_PATH]="the set of sentences (preprocess_data.py --split-sentences), its .bin and .idx files without the extension"
+meaning[DATA_PATH]="the set of sentences (preprocess_data.py --split-sentences), .bin and .idx without the extension"
 meaning[VOCAB_FILE]="BERT's vocab.txt, with which the set was made"
 
 # shellcheck disable=SC2034  # they are read below

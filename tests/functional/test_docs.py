@@ -20,8 +20,10 @@ TOOLS = (
     "check_layout",
     "convert_checkpoint",
     "inspect_checkpoint",
+    "ensemble_race",
 )
-PROGRAMS = ["pretrain_gpt.py", "megatron/pipeline/show.py", *(f"tools/{name}.py" for name in TOOLS)]
+ENTRIES = ["pretrain_gpt.py", "pretrain_bert.py", "megatron/tasks/main.py", "megatron/pipeline/show.py"]
+PROGRAMS = [*ENTRIES, *(f"tools/{name}.py" for name in TOOLS)]
 OTHERS = {"--nproc-per-node", "--prompt", "--world-size"}  # of torchrun, and of tools that are not asked
 
 
@@ -125,3 +127,20 @@ def test_commands_on_checkpoints_are_ones_that_the_tools_take() -> None:
         read = f"--load {words[words.index('--load') + 1]}" if "--load" in words else words[2]
         done = run_command(words)
         assert (done.returncode, done.stderr) == (2, f"error: {read}: there is no such folder\n")
+
+
+def test_commands_on_bert_are_ones_that_the_tools_take() -> None:
+    """As above."""
+    text = (REPOSITORY / "docs/bert.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    lines = [shlex.split(line, comments=True) for line in "\n".join(blocks).replace("\\\n", " ").splitlines()]
+    commands = [words for words in lines if words]
+    tools = ("preprocess_data", "convert_checkpoint", "ensemble_race")
+    assert [words[1] for words in commands] == [f"tools/{name}.py" for name in tools]
+    for words in commands:
+        done = run_command(words)
+        told = done.stderr.splitlines()
+        assert done.returncode == 2 and told, words
+        assert all(
+            re.fullmatch(r"error: .*(there is no such (file|folder)|No such file or directory: .*)", t) for t in told
+        )

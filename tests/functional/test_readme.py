@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.tasks.config import FinetuneConfig
 from megatron.training.arguments import parse_composed
+from megatron.training.bert import BertRunConfig
 from megatron.training.config import RunConfig
 from tests.harness.launch import run_command
 
@@ -69,6 +71,15 @@ def test_flags_of_the_pretraining_command_are_right_for_its_ranks(readme: str) -
         RunConfig, words[words.index("pretrain_gpt.py") + 1 :], world_size=ranks, check_inputs=False
     )
     assert config.data_parallel_size(ranks) == 2
+
+
+def test_flags_of_the_bert_commands_are_right_for_their_ranks(readme: str) -> None:
+    for program, kind in {"pretrain_bert.py": BertRunConfig, "megatron.tasks.main": FinetuneConfig}.items():
+        words = command(readme, program)
+        ranks = int(words[words.index("--nproc-per-node") + 1])
+        config = parse_composed(kind, words[words.index(program) + 1 :], world_size=ranks, check_inputs=False)
+        assert config.data_parallel_size(ranks) == 4
+        assert config.model.num_layers == 24
 
 
 def test_pretraining_commands_run_at_toy_size(readme: str, tmp_path: Path, repository: Path) -> None:
