@@ -21,9 +21,12 @@ TOOLS = (
     "convert_checkpoint",
     "inspect_checkpoint",
     "ensemble_race",
+    "generate_text",
+    "serve",
 )
 ENTRIES = ["pretrain_gpt.py", "pretrain_bert.py", "megatron/tasks/main.py", "megatron/pipeline/show.py"]
 PROGRAMS = [*ENTRIES, *(f"tools/{name}.py" for name in TOOLS)]
+ZERO_SHOT = ("WIKITEXT103", "LAMBADA")  # whose flags are not those of the other tasks
 OTHERS = {"--nproc-per-node", "--prompt", "--world-size"}  # of torchrun, and of tools that are not asked
 
 
@@ -41,9 +44,10 @@ def flags_in(text: str) -> set[str]:
 
 def test_flags_named_exist(capsys: pytest.CaptureFixture[str]) -> None:
     known = set(OTHERS)
-    for program in PROGRAMS:
+    asked = [(program, ["--help"]) for program in PROGRAMS]
+    for program, words in [*asked, *(("megatron/tasks/main.py", ["--task", task, "--help"]) for task in ZERO_SHOT)]:
         with pytest.raises(SystemExit, match="0"):
-            runpy.run_path(str(REPOSITORY / program))["main"](["--help"])
+            runpy.run_path(str(REPOSITORY / program))["main"](words)
         known |= flags_in(capsys.readouterr().out)
     for document in DOCUMENTS:
         named = flags_in(document.read_text(encoding="utf-8"))
