@@ -112,16 +112,19 @@ def convert(asked: ConvertConfig) -> None:
             asked.keep_padding,
         ),
     )
+    if asked.to == "hf" and transfer.optimizer is not None:
+        print("the optimizer's state is left out, there is no place for it")
+        transfer = transfer.without_optimizer()
     if asked.dtype is not None:
         transfer = transfer.in_dtype(_DTYPES[asked.dtype])
     transfer.check()
     if tokenizer is None:
         tokenizer = TokenizerConfig("NullTokenizer", vocab_size=transfer.vocab_size)
     print(*transfer.table, *transfer.notes, sep="\n")
-    if asked.to == "hf":
-        _write_hugging_face(asked, transfer, tokenizer)
-    else:
-        _write_native(asked, transfer, tokenizer)
+    try:
+        (_write_hugging_face if asked.to == "hf" else _write_native)(asked, transfer, tokenizer)
+    except OSError as error:
+        raise ValueError(f"--save {asked.save}: it could not be written: {error}") from error
     if asked.check:
         _check(asked, transfer)
 
@@ -159,8 +162,6 @@ def _write_hugging_face(asked: ConvertConfig, transfer: Transfer, tokenizer: Tok
         print(f"rows of the vocabulary after the {transfer.vocab_size} tokens are left out: --keep-padding keeps them")
         transfer = transfer.without_padding()
     to_hugging_face(transfer, Path(asked.save), special_ids(built))
-    if transfer.optimizer is not None:
-        print("the optimizer's state is left out, there is no place for it")
     for line in describe_for_hugging_face(tokenizer, Path(asked.save), transfer.config.max_position_embeddings):
         print(line)
     print(f"saved to {asked.save}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing import read_state
-from megatron.checkpointing.convert import Transfer, from_native, native_logits
+from megatron.checkpointing.convert import Transfer, from_native, native, native_logits
 from megatron.checkpointing.convert.deferred import Deferred
 from megatron.model import GPTModel, TransformerConfig
 from megatron.mpu import parameter_shardings
@@ -111,6 +111,9 @@ def test_weights_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert all(torch.equal(found[name].read(), weights[name].bfloat16()) for name in weights)
     assert convert(tmp_path / "theirs", tmp_path / "other", "--dtype", "bfloat16") == 2
     assert "--no-load-optim" in capsys.readouterr().err
+    # A folder of Hugging Face's has no optimizer, whose number format could stand in the way.
+    assert convert(tmp_path / "theirs", tmp_path / "hf", "--to", "hf", "--dtype", "bfloat16", "--check") == 0
+    assert "the optimizer's state is left out" in capsys.readouterr().out
 
 
 def test_flags_that_do_not_fit_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,6 +132,20 @@ def test_flags_that_do_not_fit_are_named(tmp_path: Path, capsys: pytest.CaptureF
         assert convert(tmp_path / "theirs", tmp_path / save, *words) == 2
         assert re.search(sentence, capsys.readouterr().err), sentence
     assert not (tmp_path / "ours").exists()
+
+
+def test_a_full_disk_is_told_with_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    write_classic(tmp_path / "theirs", CONFIG, random(1), Layout(), ARGS)
+    monkeypatch.setattr(native, "write_pieces", full)
+    assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
+    words = f"error: --save {tmp_path / 'ours'}: it could not be written: [Errno 28] No space left on device\n"
+    assert capsys.readouterr().err == words
+    assert list((tmp_path / "ours").glob("*iter*")) == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
