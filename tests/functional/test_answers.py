@@ -13,7 +13,7 @@ from megatron.tasks.trained import TrainedRequest, opened, parse_request
 from megatron.tasks.zero_shot import ZeroShotRequest
 from tests.harness.ranks import Ranks
 from tests.harness.runs import complaints
-from tests.harness.zero_shot import LENGTH, Reference, passages
+from tests.harness.zero_shot import LENGTH, Reference
 from tools import convert_checkpoint
 
 
@@ -23,8 +23,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path) -> Reference:
-    return Reference(folder / "hf", learned=False)
+def reference(folder: Path, shared: Path) -> Reference:
+    return Reference(folder / "hf", shared, learned=False)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ LAYOUTS = [
 def test_answers_are_those_of_transformers(
     ranks: Ranks, load: str, reference: Reference, ranks_needed: int, layout: list[str]
 ) -> None:
-    texts = passages()[:5]
+    texts = reference.passages[:5]
     said = reference.tokenizer.decode(reference.greedy(reference.ids(texts[0][:80]), 3))
     pairs = [(text[:50], text[50:70]) for text in texts] + [(texts[0][:80], said), ("", "A cat"), (texts[1], "")]
     for found in ranks(ranks_needed, answered, load, layout, "likelihoods", pairs):
@@ -120,7 +120,7 @@ def test_the_evaluation_harness(ranks: Ranks, load: str, reference: Reference, t
     """A task of a local file: each question's choice is the likeliest by the library's own figures."""
     pytest.importorskip("lm_eval", reason="lm-eval, which is optional, is not installed")
     choices = ["the", "of", "was"]
-    questions = [{"question": text[:60], "choices": choices, "answer": 0} for text in passages()[:12]]
+    questions = [{"question": text[:60], "choices": choices, "answer": 0} for text in reference.passages[:12]]
     (tmp_path / "questions.jsonl").write_text("\n".join(json.dumps(one) for one in questions))
     (tmp_path / "toy.yaml").write_text(TASK.format(folder=tmp_path))
     hits = 0

@@ -15,7 +15,7 @@ from megatron.tasks.trained import parse_request
 from megatron.tasks.zero_shot import ZeroShotRequest, evaluate
 from tests.harness.ranks import Ranks
 from tests.harness.runs import complaints
-from tests.harness.zero_shot import LAMBADA, LENGTH, WIKITEXT, Reference, passages
+from tests.harness.zero_shot import LENGTH, Reference
 from tools import convert_checkpoint
 
 TOKENS = 20_000
@@ -40,8 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path) -> Reference:
-    return Reference(folder / "hf")
+def reference(folder: Path, shared: Path) -> Reference:
+    return Reference(folder / "hf", shared)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def load(folder: Path, reference: Reference) -> Path:
 def text(folder: Path, reference: Reference) -> Path:
     """A beginning of WikiText of about 20,000 tokens, without a line end behind it."""
     path = folder / "wiki.tokens"
-    path.write_text(WIKITEXT.read_text(encoding="utf-8")[:46_000].rstrip(), encoding="utf-8")
+    path.write_text(reference.wikitext.read_text(encoding="utf-8")[:46_000].rstrip(), encoding="utf-8")
     return path
 
 
@@ -82,10 +82,18 @@ def test_wikitext_is_what_transformers_says(
 @pytest.mark.parametrize("strict", [True, False])
 def test_lambada_is_what_transformers_says(ranks: Ranks, load: Path, reference: Reference, strict: bool) -> None:
     """Most passages are longer than the context, and of most words not all subwords come alike."""
-    hits = sum(reference.hits(passages(), strict=strict))
-    loss = sum(reference.guess_loss(text, strict=strict) for text in passages()) / 40
+    hits = sum(reference.hits(reference.passages, strict=strict))
+    loss = sum(reference.guess_loss(text, strict=strict) for text in reference.passages) / 40
     assert 0 < hits < 40
-    asked = ["--task", "LAMBADA", "--load", load, "--valid-data", LAMBADA, *([] if strict else ["--no-strict-lambada"])]
+    asked = [
+        "--task",
+        "LAMBADA",
+        "--load",
+        load,
+        "--valid-data",
+        reference.lambada,
+        *([] if strict else ["--no-strict-lambada"]),
+    ]
     for layout in [(1, 1, 2), (2, 1, 1), (1, 2, 1)]:
         found = same_figures(ranks, layout, *asked, "--micro-batch-size", 3)
         assert found.pop("loss") == pytest.approx(loss, rel=1e-4)
@@ -126,12 +134,12 @@ def test_logits_are_calculated_for_scored_tokens_alone(
 def test_passages_that_cannot_be_scored_are_told(
     load: Path, reference: Reference, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    texts = ["word", passages()[0] + " \n ", "", passages()[1]]
+    texts = ["word", reference.passages[0] + " \n ", "", reference.passages[1]]
     path = tmp_path / "lambada.jsonl"
     path.write_text("\n\n".join(json.dumps({"text": text}) for text in texts))
     main.main(["--task", "LAMBADA", "--load", str(load), "--valid-data", str(path), "--distributed-backend", "gloo"])
     told = capsys.readouterr().out
-    hits = sum(reference.hits(passages()[:2], strict=True))
+    hits = sum(reference.hits(reference.passages[:2], strict=True))
     for line in (1, 5):
         assert f"{path}: line {line}: it is not scored, for it has less than two words" in told
     assert f"{path}: the blanks at the end of 1 passage are left out" in told

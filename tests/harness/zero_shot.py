@@ -8,30 +8,25 @@ from pathlib import Path
 import torch
 from tokenizers import ByteLevelBPETokenizer
 
-SHARED = Path(__file__).resolve().parent.parent.parent.parent / "shared" / "data"
-WIKITEXT = SHARED / "wikitext103" / "wiki.valid.tokens"
-LAMBADA = SHARED / "lambada" / "lambada_sample40.jsonl"
 LENGTH = 128
 _SIZES = {"n_positions": LENGTH, "n_embd": 48, "n_layer": 2, "n_head": 4}
-
-
-def passages() -> list[str]:
-    """The texts of LAMBADA's sample."""
-    return [json.loads(line)["text"] for line in LAMBADA.read_text(encoding="utf-8").splitlines()]
 
 
 class Reference:
     """The model and tokenizer, and the figures of plain calls of them. `folder` becomes one of Hugging Face's.
 
-    Without `learned` the weights are as they are drawn.
+    Without `learned` the weights are as they are drawn. The texts are those of `shared`, the reference data.
     """
 
-    def __init__(self, folder: Path, *, learned: bool = True) -> None:
+    def __init__(self, folder: Path, shared: Path, *, learned: bool = True) -> None:
         from transformers import GPT2Config, GPT2LMHeadModel  # here, so that the ranks do not load transformers
 
         folder.mkdir()
+        self.wikitext = shared / "data" / "wikitext103" / "wiki.valid.tokens"
+        self.lambada = shared / "data" / "lambada" / "lambada_sample40.jsonl"
+        self.passages = [json.loads(line)["text"] for line in self.lambada.read_text(encoding="utf-8").splitlines()]
         self.tokenizer = ByteLevelBPETokenizer()
-        texts = [WIKITEXT.read_text(encoding="utf-8")[:200_000], *passages()]
+        texts = [self.wikitext.read_text(encoding="utf-8")[:200_000], *self.passages]
         self.tokenizer.train_from_iterator(texts, vocab_size=700, special_tokens=["<|endoftext|>"], show_progress=False)
         self.tokenizer.save_model(str(folder))
         torch.manual_seed(1)
@@ -39,7 +34,7 @@ class Reference:
         sizes = {**_SIZES, "vocab_size": self.tokenizer.get_vocab_size(), "bos_token_id": end, "eos_token_id": end}
         dropped = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
         self.model = GPT2LMHeadModel(GPT2Config(**sizes, **dropped, initializer_range=0.1))
-        self._learn(passages()[::2] if learned else [])
+        self._learn(self.passages[::2] if learned else [])
         self.model.eval().save_pretrained(folder)
 
     def ids(self, text: str) -> list[int]:

@@ -1,6 +1,7 @@
 """The text of WikiText as it is typed, its words, and windows over tokens."""
 
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,8 @@ from megatron.tasks.detokenizing import detokenize
 from megatron.tasks.lambada import Passage
 from megatron.tasks.wikitext import count_words, overlapping_windows, read_text
 from megatron.tasks.windows import Window, batch_numbers
-from tests.harness.zero_shot import WIKITEXT
+
+WIKITEXT = "data/wikitext103/wiki.valid.tokens"
 
 
 @pytest.mark.parametrize(
@@ -37,9 +39,9 @@ def test_text_is_typed(given: str, typed: str) -> None:
     assert detokenize(given) == typed
 
 
-def test_a_whole_file_keeps_all_but_blanks_and_marks() -> None:
+def test_a_whole_file_keeps_all_but_blanks_and_marks(shared: Path) -> None:
     """And no two lines become one, so that each can be told from what it became."""
-    text = WIKITEXT.read_text(encoding="utf-8")
+    text = (shared / WIKITEXT).read_text(encoding="utf-8")
     typed = detokenize(text)
     assert re.sub(r"\s", "", re.sub(r" @([-,.])@ ", r"\1", text)) == re.sub(r"\s", "", typed)
     assert "@-@" not in typed and " ," not in typed and " )" not in typed and "( " not in typed
@@ -47,8 +49,8 @@ def test_a_whole_file_keeps_all_but_blanks_and_marks() -> None:
     assert len({detokenize(line) for line in lines}) == len(lines) > 2000
 
 
-def test_words_are_counted_as_the_published_figures_do() -> None:
-    assert count_words(read_text(str(WIKITEXT))) == 217_642
+def test_words_are_counted_as_the_published_figures_do(shared: Path) -> None:
+    assert count_words(read_text(str(shared / WIKITEXT))) == 217_642
 
 
 @given(st.integers(2, 200), st.integers(1, 40), st.data())
