@@ -173,7 +173,10 @@ def _write_native(asked: ConvertConfig, transfer: Transfer, tokenizer: Tokenizer
     sections["precision"] = {**sections.get("precision", {}), **_format(transfer.dtype)}
     folder = to_native(dataclasses.replace(transfer, sections=sections), Path(asked.save), asked.from_)
     if transfer.kind.name not in ("gpt", "bert"):
-        print(f"saved to {folder}; a task begins with it by --pretrained-checkpoint {asked.save}")
+        evaluated = "" if transfer.kind.name == "bert-encoder" else f" or is evaluated with it by --load {asked.save}"
+        words = flag_words(run_sections(transfer.kind)["model"], sections["model"])
+        print(f"saved to {folder}; a task begins with it by --pretrained-checkpoint {asked.save}{evaluated}, with")
+        print(" ", shlex.join(words))
         return
     kinds, needed = run_sections(transfer.kind), ("model", "tokenizer", "precision", "bert")
     print(f"saved to {folder}; flags for pretrain_{transfer.kind.name}.py:")

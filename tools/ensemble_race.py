@@ -5,6 +5,7 @@ each and that of the ensemble, which chooses the option with the highest mean sc
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -13,7 +14,9 @@ from megatron.training.failure import exit_code
 
 
 def average(files: Sequence[str], output: str | None) -> None:
-    """Print the accuracies, and write the mean scores to `output`."""
+    """Print the accuracies, and write the mean scores to `output`. ValueError where it, or a file, is none."""
+    if output is not None and (os.path.isdir(output) or not os.path.isdir(os.path.dirname(output) or ".")):
+        raise ValueError(f"--output {output}: it must be a file in a folder that exists")
     several = [read_predictions(file) for file in files]
     together = ensemble(several)
     for file, predictions in zip(files, several, strict=True):

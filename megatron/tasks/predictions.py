@@ -103,7 +103,7 @@ def _prediction(line: str, where: str) -> Prediction:
         record: dict[str, Any] = json.loads(line)
         scores, classes = tuple(map(float, record["scores"])), tuple(map(str, record["classes"]))
         prediction = Prediction(str(record["id"]), str(record["group"]), scores, str(record["answer"]), classes)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise ValueError(f"{where}: it must be a JSON object with id, group, scores, classes and answer") from None
     if prediction.answer not in classes or len(classes) != len(scores) or not all(map(math.isfinite, scores)):
         raise ValueError(f"{where}: it must have a finite score for each class, the answer among them")

@@ -184,20 +184,23 @@ OF_TASKS = ["BertForSequenceClassification", "BertForMultipleChoice"]
 
 
 @pytest.mark.parametrize("kind", ["BertForPreTraining", "BertForMaskedLM", "BertModel", *OF_TASKS])
-def test_there_and_back(tmp_path: Path, kind: str) -> None:
+def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     """What they compute from the folder that comes back is what they computed before."""
     import transformers
 
     theirs = random_theirs(tmp_path / "theirs", kind)
     ours, back = tmp_path / "ours", tmp_path / "back"
     convert("--from", "hf", "--to", "native", "--load", tmp_path / "theirs", "--save", ours, "--check")
+    told = capsys.readouterr().out
     convert("--from", "native", "--to", "hf", "--load", ours, "--save", back, "--check")
     again = getattr(transformers, kind).from_pretrained(back).eval()
     tokens = torch.arange(32).view(1, 4, 8) if kind == "BertForMultipleChoice" else torch.arange(16).view(2, 8)
     before, after = (list(model(tokens).values()) for model in (theirs, again))
     for mine, expected in zip(after, before, strict=True):
         assert_close(mine, expected, 1e-5)
+    assert "--hidden-size 24" in told and "--norm-position post" in told  # flags that fit the model
     if kind in OF_TASKS:
+        assert f"is evaluated with it by --load {ours}" in told
         (model,) = loaded(str(ours), 1)
         assert_close(model(tokens).detach(), before[0].detach(), 1e-5)
     if kind == "BertForPreTraining":  # nothing was folded into anything else

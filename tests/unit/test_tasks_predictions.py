@@ -69,6 +69,7 @@ def test_predictions_of_other_questions_are_refused() -> None:
     [
         ("{", "line 2: it must be a JSON object with id"),
         ("[]", "line 2: it must be a JSON object with id"),
+        ("[" * 100_000, "line 2: it must be a JSON object with id"),
         ('{"id": "x", "group": "g", "scores": [1], "classes": ["A"], "answer": "B"}', "line 2: it must have a finite"),
         ('{"id": "x", "group": "g", "scores": [NaN], "classes": ["A"], "answer": "A"}', "line 2: it must have"),
         ("", "there are no predictions"),
