@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron import mpu
 from megatron.checkpointing import SaveError, iterations_to_load, read_state, save_checkpoint
 from megatron.checkpointing.config import same_folder
-from megatron.checkpointing.folders import TRACKER
+from megatron.checkpointing.folders import TRACKER, saved_iterations
 from megatron.tasks.config import FinetuneConfig
 from megatron.tasks.predictions import Count, Prediction, count_correct, write_predictions
 from megatron.training.run import Run
@@ -21,7 +21,8 @@ class Best:
     """Keeps the best of the evaluations that it is shown; all ranks show it the same.
 
     Weights go to `SAVE/best`, a folder of checkpoints with one in it, without the optimizer's state. A run that goes on
-    from its own `--save` goes on with the best that stands there, as far as it is not of later iterations.
+    from its own `--save` goes on with the best that stands there, as far as it is not of later iterations. Another best
+    is left alone, unless it is of the same iteration; `notes` tell of it.
     """
 
     def __init__(self, config: FinetuneConfig) -> None:
@@ -29,9 +30,18 @@ class Best:
         self._folder = None if save is None else os.path.join(save, _FOLDER)
         self._predictions_file = config.task.predictions_file
         self.correct = -1
+        loaded = 0
         if self._folder is not None and same_folder(save, config.checkpoint.load):
             iterations = iterations_to_load(config.checkpoint)
-            self.correct = _kept(self._folder, iterations[0]) if iterations else -1
+            loaded = iterations[0] if iterations else 0
+            self.correct = _kept(self._folder, loaded) if iterations else -1
+        there = [] if self._folder is None else saved_iterations(Path(self._folder))
+        self._left_alone = {number for number in there if number > loaded}
+        self.notes = [
+            f"{self._folder}: this run does not go on from the best of iteration {number} there; one that it saves of "
+            "the same iteration takes its place"
+            for number in sorted(self._left_alone)
+        ]
 
     def offer(self, run: Run, epoch: int, predictions: Sequence[Prediction]) -> bool:
         """Keep the model as it is now if more is right than ever before; whether it is.
@@ -53,6 +63,7 @@ class Best:
 
     def _save(self, run: Run, folder: str, epoch: int, count: Count) -> None:
         trainee = run.trainee
+        self._left_alone.discard(trainee.state.iteration)
         weights = {name: held for name, held in trainee.written().items() if not name.startswith("optimizer.")}
         state = {
             "model": model_signature(trainee.model),
@@ -71,6 +82,7 @@ class Best:
             layout=layout(),
             tensor_rank=mpu.get_tensor_model_parallel_rank(),
             keep_last=1,
+            left_alone=self._left_alone,
         )
         run.audience.on_message(f"epoch {epoch} is the best so far, its weights are in {folder}")
 

@@ -53,8 +53,8 @@ class Finetuning:
         self._validation = validation
         self._vocab_size = vocab_size
         self._loads = loads
-        self._report = list(report)
         self._best = Best(config)
+        self._report = [*report, *self._best.notes]
 
     def provide_model(self, dtype: torch.dtype, device: torch.device) -> BertEncoder:
         """This rank's part of the model, its encoder out of `--pretrained-checkpoint` unless `--load` has the whole."""

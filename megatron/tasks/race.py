@@ -75,7 +75,7 @@ def read_article(file: Path) -> Article:
         raise ValueError(
             f"{file}, line {error.lineno}, column {error.colno}: it is not JSON ({error.msg}); a file holds one object"
         ) from None
-    except (UnicodeDecodeError, OSError, RecursionError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"{file}: it cannot be read: {error}") from None
     problem = _problem(fields)
     if problem:

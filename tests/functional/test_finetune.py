@@ -118,6 +118,19 @@ def test_a_run_goes_on_inside_an_epoch_bit_for_bit(ranks: Ranks, race: Path, tmp
     assert kept[0] == kept[1] == [f"iter_{best['iteration']:07d}", "latest_checkpointed_iteration.txt"]
 
 
+def test_the_best_of_another_run_is_left_alone(ranks: Ranks, race: Path, tmp_path: Path) -> None:
+    """A run that begins anew in its folder adds its own best, by its own measure."""
+    words = task_flags("RACE", race, epochs=1, save=tmp_path)
+    ranks(1, run_finetune, words)
+    anew = [*words, "--global-batch-size", "10", "--micro-batch-size", "5", "--epochs", "2", "--lr", "0"]
+    told = ranks(1, run_finetune, [*anew, "--eval-at-start"])[0].messages
+    assert any(
+        line.startswith(f"{tmp_path / 'best'}: this run does not go on from the best of iteration 3 there")
+        for line in told
+    )
+    assert sorted(p.name for p in (tmp_path / "best").glob("iter_*")) == ["iter_0000000", "iter_0000003"]
+
+
 def test_what_fills_no_batch_is_left_out_of_an_epoch(ranks: Ranks, race: Path) -> None:
     run = ranks(1, run_finetune, task_flags("RACE", race, epochs=3))[0]
     assert run.series("consumed-samples")[-1] == 3 * 24 and run.progress["run"]["iteration"] == 9

@@ -89,6 +89,7 @@ def test_an_object_that_is_no_article_is_named(tmp_path: Path, change: dict[str,
         ('{"article":\n "w1",\n oops}', "1.txt, line 3, column 2: it is not JSON"),
         (json.dumps(GOOD) + "\n" + json.dumps(GOOD), "1.txt, line 2, column 1: it is not JSON"),
         ("", "1.txt, line 1, column 1: it is not JSON"),
+        ("1" * 5000, "1.txt: it cannot be read: Exceeds the limit"),
         ("[1]", "1.txt: it must hold a JSON object, and holds a list"),
     ],
 )
