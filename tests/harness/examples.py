@@ -6,7 +6,7 @@ import subprocess
 from tests.harness.launch import environment, run_command
 
 DATA = {"DATA_PATH": "/data/a_text_document", "VOCAB_FILE": "/data/vocab.json", "MERGE_FILE": "/data/merges.txt"}
-_VARIABLES = {*DATA, "SAVE", "NODE_RANK", "NNODES", "RACE", "PRETRAINED", "SEEDS"}
+_VARIABLES = {*DATA, "SAVE", "NODE_RANK", "NNODES", "RACE", "PRETRAINED", "SEEDS", "ENCODER"}
 
 
 def start(script: str, *flags: str, timeout: float = 240.0, **variables: str) -> "subprocess.CompletedProcess[str]":
