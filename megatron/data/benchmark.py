@@ -6,6 +6,7 @@ sparse file, so that ten million documents take little disk; for fetching they a
 
 import dataclasses
 import multiprocessing
+import re
 import resource
 import time
 from pathlib import Path
@@ -82,8 +83,17 @@ def _open(config: DataConfig, samples: int) -> tuple[float, float, int]:
     train = build_gpt_datasets(config, num_samples=(samples, 0, 0), seed=SEED, eod_id=None)[0]
     seconds = time.perf_counter() - began
     assert isinstance(train, GPTDataset)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
-    return seconds, peak, train.indices.epochs
+    return seconds, _peak_gib(), train.indices.epochs
+
+
+def _peak_gib() -> float:
+    """The most memory that this program has held.
+
+    `ru_maxrss` would count what the process held before it became this program, which is all that its parent held.
+    """
+    status = Path("/proc/self/status")
+    kib = re.search(r"VmHWM:\s+(\d+) kB", status.read_text() if status.exists() else "")
+    return (int(kib[1]) if kib else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) / 2**20
 
 
 def measure_fetching(folder: Path, documents: int, samples: int, seq_length: int = 1024) -> float:

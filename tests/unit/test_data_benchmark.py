@@ -20,6 +20,11 @@ def test_indices_of_a_small_set(tmp_path: Path) -> None:
     assert 0.01 < figures.peak_gib < 4
 
 
+def test_memory_of_the_caller_is_not_counted(tmp_path: Path) -> None:
+    held = np.ones(2**31, np.uint8)
+    assert measure_indices(tmp_path, 2000, epochs=1, seq_length=64).peak_gib < held.nbytes / 2**31
+
+
 @pytest.mark.slow
 def test_ten_million_documents(tmp_path: Path) -> None:
     """The bounds that are promised, with room for a machine that does other things besides."""
