@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -14,9 +13,10 @@ from megatron.base.compose import ComposedConfig, combines, compose, make_sectio
 from megatron.base.config import Config, flag, minimum_problems
 from megatron.base.stages import StagePart
 from megatron.checkpointing import load_checkpoint, read_state
-from megatron.checkpointing.folders import TRACKER
+from megatron.checkpointing.convert import Transfer
 from megatron.model import GPTModel, TransformerConfig
 from megatron.pipeline import PipelineConfig
+from megatron.tasks.hugging_face import fill, is_hugging_face, open_folder
 from megatron.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from megatron.training.arguments import read_flags
 from megatron.training.failure import mistakes
@@ -31,7 +31,10 @@ _THE_CHECKPOINT = "the checkpoint says it"
 class TrainedConfig(Config):
     """Which trained model is used, and how it is held."""
 
-    load: str = flag(dataclasses.MISSING, "folder of the run's checkpoints; the newest one is taken")
+    load: str = flag(
+        dataclasses.MISSING,
+        "folder of the run's checkpoints, of which the newest is taken; or one of Hugging Face's, with a GPT-2",
+    )
     ckpt_step: int | None = flag(None, "iteration of the checkpoint, not the newest")
     pipeline_model_parallel_size: int = flag(1, "ranks that the layers are split over (pipeline model parallelism, p)")
     fp16: bool = flag(False, "calculate in FP16; weights of 16 bits are calculated with in FP32 if not given")
@@ -103,25 +106,27 @@ def parse_request(composed: type[Asked], argv: Sequence[str] | None, *, prog: st
 class StoredConfig:
     """The part of a checkpoint's config that its use needs.
 
-    `dtype` is the one in which its weights are stored, `vocab_size` the number of its real token ids where it says it.
+    `dtype` is the one in which its weights are stored, `vocab_size` the number of its real token ids where it says it,
+    `foreign` the weights themselves where they are of a folder of Hugging Face's.
     """
 
     model: TransformerConfig
     tokenizer: TokenizerConfig
     dtype: torch.dtype
     vocab_size: int | None = None
+    foreign: Transfer | None = None
 
 
 def stored_config(directory: str | os.PathLike[str], iteration: int | None = None) -> StoredConfig:
-    """What the checkpoint below `directory`, by default the newest, was trained with.
+    """What the checkpoint below `directory`, by default the newest, was trained with; or a folder of Hugging Face's is.
 
     Raises ValueError where there is none, it is of no GPT, or it does not say its model and tokenizer.
     """
-    if _is_hugging_face(directory):
-        raise ValueError(
-            f"{directory}: it is a folder of Hugging Face's; tools/convert_checkpoint.py --from hf --to native makes a "
-            "checkpoint of it that can be loaded"
-        )
+    if is_hugging_face(directory):
+        if iteration is not None:
+            raise ValueError(f"--ckpt-step {iteration}: {directory} is a folder of Hugging Face's, without iterations")
+        transfer, tokenizer = open_folder(directory)
+        return StoredConfig(transfer.config, tokenizer, transfer.dtype, transfer.vocab_size, transfer)
     state = read_state(directory, iteration)
     config: dict[str, Any] = state.get("config", {})
     missing = [name for name in ("model", "tokenizer") if name not in config]
@@ -136,11 +141,6 @@ def stored_config(directory: str | os.PathLike[str], iteration: int | None = Non
         stored_precision(config).dtype,
         signature.get("vocab_size"),
     )
-
-
-def _is_hugging_face(directory: str | os.PathLike[str]) -> bool:
-    there = Path(directory)
-    return (there / "config.json").is_file() and not (there / TRACKER).exists()
 
 
 def tokenizer_of(trained: TrainedConfig, stored: StoredConfig) -> Tokenizer:
@@ -192,15 +192,18 @@ def load_gpt(
     mpu.mirror_attributes(model)
     shardings = mpu.parameter_shardings(model)
     tensors = {name: (p.detach(), shardings[name]) for name, p in model.named_parameters()}
-    load_checkpoint(
-        directory,
-        tensors,
-        rank=torch.distributed.get_rank(),
-        layout=layout(),
-        iteration=iteration,
-        skip=("optimizer.",),
-        world_size=torch.distributed.get_world_size(),
-    )
+    if stored.foreign is not None:
+        fill(tensors, stored.foreign)
+    else:
+        load_checkpoint(
+            directory,
+            tensors,
+            rank=torch.distributed.get_rank(),
+            layout=layout(),
+            iteration=iteration,
+            skip=("optimizer.",),
+            world_size=torch.distributed.get_world_size(),
+        )
     return model.to(dtype or torch.promote_types(stored.dtype, torch.float32)).eval()
 
 

@@ -100,6 +100,16 @@ def test_lambada_is_what_transformers_says(ranks: Ranks, load: Path, reference: 
         assert found == {"accuracy": hits / 40, "right": hits, "passages": 40, "left_out": 0}
 
 
+def test_a_folder_of_hugging_face_is_evaluated_as_it_stands(
+    ranks: Ranks, folder: Path, load: Path, reference: Reference
+) -> None:
+    """Bit for bit as the checkpoint that conversion makes of it."""
+    asked = ["--task", "LAMBADA", "--valid-data", reference.lambada, "--micro-batch-size", 8]
+    for layout in [(1, 1, 1), (2, 2, 1)]:
+        converted, direct = (same_figures(ranks, layout, *asked, "--load", place) for place in (load, folder / "hf"))
+        assert direct == converted
+
+
 def test_a_script_of_megatron_lm_evaluates(load: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its flags; a text shorter than one window; logits for the scored tokens alone."""
     (tmp_path / "wiki").write_text(" = A = \n \n The cat , it sat .")
@@ -177,7 +187,7 @@ def test_mistakes_are_told(load: Path, text: Path, tmp_path: Path, capsys: pytes
         ([*wikitext, *good, "--seq-length", "129"], "--seq-length 129: the model reads 128 tokens at most"),
         ([*wikitext, *good, "--tensor-model-parallel-size", "2"], "it must divide the number of ranks, which is 1"),
         ([*wikitext, *good, *other], "it is not the tokenizer of that model"),
-        ([*wikitext[:-1], str(load.parent / "hf"), *good], "tools/convert_checkpoint.py --from hf --to native"),
+        ([*wikitext[:-1], str(load.parent / "hf"), *good, "--ckpt-step", "3"], "a folder of Hugging Face's, without"),
         ([*lambada, "--valid-data", files["empty"]], "there is no passage in it"),
         ([*lambada, "--valid-data", files["list.jsonl"]], "list.jsonl, line 2: it must be a JSON object"),
         ([*lambada, "--valid-data", files["word.jsonl"]], "no passage in it can be scored"),
