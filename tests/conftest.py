@@ -1,6 +1,7 @@
 """Fixtures of all tests: `ranks` (functions on gloo ranks) and `shared` (reference data beside the repository)."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # The machine's speed is not tested; in continuous integration every run tries the same examples.
 hypothesis.settings.register_profile("default", deadline=None, derandomize=bool(os.environ.get("CI")))
 hypothesis.settings.load_profile("default")
+
+# What a shell starts in its background ignores Ctrl-C, and so would every program that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
