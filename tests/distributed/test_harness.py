@@ -79,7 +79,8 @@ def finish_early(rank: int, world_size: int) -> float:
 
 
 def speak(rank: int, world_size: int) -> None:
-    print(f"hello from rank {rank}")
+    # Line and end in one write: where Python's output has no buffer (PYTHONUNBUFFERED) print writes the end by itself.
+    print(f"hello from rank {rank}\n", end="")
 
 
 def test_results_come_in_order_and_workers_are_reused(ranks: Ranks) -> None:
