@@ -40,7 +40,7 @@ def provide_model(config: BertRunConfig, vocab_size: int, dtype: torch.dtype, de
         binary_head=not config.bert.bert_no_binary_head,
         sequence_parallel=config.distributed.sequence_parallel,
         recompute=config.recompute,
-        stages=config.stages_of(mpu.get_pipeline_model_parallel_rank(), vocab_size),
+        stages=config.stages_of(mpu.get_pipeline_model_parallel_rank(), config.model.vocabulary_rows(vocab_size)),
     )
 
 
@@ -91,11 +91,11 @@ def train(config: BertRunConfig, observers: Sequence[Observer] = ()) -> Trainee:
     """Train as `config` says, on every rank of the launcher's world alike."""
     with mistakes():
         tokenizer = build_tokenizer(config.tokenizer)
-        config.model.vocabulary_rows(tokenizer.vocab_size)
+        logits = config.model.vocabulary_rows(tokenizer.vocab_size)
         ids = vocabulary_ids(tokenizer)
     pairs = not config.bert.bert_no_binary_head
     heads = 3 * bert_head_flops(config.data.seq_length, config.model.hidden_size, binary_head=pairs)
-    flops, executed = flops_per_sample(config, tokenizer.vocab_size)
+    flops, executed = flops_per_sample(config, logits)
     return pretrain(
         config,
         model_provider=functools.partial(provide_model, config, tokenizer.vocab_size),

@@ -37,7 +37,7 @@ def provide_model(config: RunConfig, vocab_size: int, dtype: torch.dtype, device
         device=device,
         sequence_parallel=config.distributed.sequence_parallel,
         recompute=config.recompute,
-        stages=config.stages_of(mpu.get_pipeline_model_parallel_rank(), vocab_size),
+        stages=config.stages_of(mpu.get_pipeline_model_parallel_rank(), config.model.vocabulary_rows(vocab_size)),
     )
 
 
@@ -71,8 +71,8 @@ def train(config: RunConfig, observers: Sequence[Observer] = ()) -> Trainee:
     """Train as `config` says, on every rank of the launcher's world alike."""
     with mistakes():
         tokenizer = build_tokenizer(config.tokenizer)
-        config.model.vocabulary_rows(tokenizer.vocab_size)
-    flops, executed = flops_per_sample(config, tokenizer.vocab_size)
+        logits = config.model.vocabulary_rows(tokenizer.vocab_size)
+    flops, executed = flops_per_sample(config, logits)
     return pretrain(
         config,
         model_provider=functools.partial(provide_model, config, tokenizer.vocab_size),

@@ -38,7 +38,7 @@ class RankPlan:
 def plan_rank(config: RunConfig, world_size: int, rank: int, vocab_size: int) -> RankPlan:
     """Plan the part of `rank`; takes little memory, whatever the size. ValueError where there is no such rank."""
     at = _topology(config, world_size).coordinates(rank)
-    stages = config.stages_of(at.pipeline, vocab_size)
+    stages = config.stages_of(at.pipeline, config.model.vocabulary_rows(vocab_size))
     number = config.batch_sizes(world_size).num_micro_batches
     schedule = config.pipeline.schedule(len(stages), number)
     assert not schedule_problems(schedule)

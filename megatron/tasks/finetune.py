@@ -25,8 +25,7 @@ from megatron.training.run import Run, SampleCounts
 from megatron.training.setup import world_size
 from megatron.training.state import Trainee
 
-# An encoder makes no logits.
-_NO_VOCABULARY = 0
+_NO_LOGITS = 0  # of a vocabulary, which an encoder makes none of
 
 
 class Finetuning:
@@ -68,7 +67,7 @@ class Finetuning:
             kind=config.chosen.kind,
             sequence_parallel=config.distributed.sequence_parallel,
             recompute=config.recompute,
-            stages=config.stages_of(mpu.get_pipeline_model_parallel_rank(), _NO_VOCABULARY),
+            stages=config.stages_of(mpu.get_pipeline_model_parallel_rank(), _NO_LOGITS),
             **config.chosen.options,
         )
         if pretrained is not None and not self._loads:
@@ -112,6 +111,7 @@ def finetune(config: FinetuneConfig, observers: Sequence[Observer] = ()) -> Trai
     report: list[str] = []
     with mistakes():
         tokenizer = build_tokenizer(config.tokenizer)
+        config.model.vocabulary_rows(tokenizer.vocab_size)  # that there are rows enough
         training, validation = read_sets(config, tokenizer, report)
         iterations = iterations_to_load(config.checkpoint)
         if iterations:
@@ -119,7 +119,7 @@ def finetune(config: FinetuneConfig, observers: Sequence[Observer] = ()) -> Trai
         begins = config.checkpoint.finetune or config.task.only_evaluates
         config = resolved(config, len(training), world_size(), iterations[0] if iterations and not begins else 0)
         work = Finetuning(config, training, validation, tokenizer.vocab_size, bool(iterations), report)
-    flops, executed = flops_per_sample(config, _NO_VOCABULARY)
+    flops, executed = flops_per_sample(config, _NO_LOGITS)
     sequences = config.chosen.sequences
     return pretrain(
         config,

@@ -154,22 +154,21 @@ class RunConfig(ComposedConfig):
         """What a sample without masked tokens adds to the number that divides the loss."""
         return self.data.seq_length
 
-    def layer_split(self, vocab_size: int | None = None) -> LayerSplit:
+    def layer_split(self, logits: int | None = None) -> LayerSplit:
         """How the layers are divided over the stages.
 
-        `vocab_size` gives the cost of the head, where the flags ask to count it in; without it the stages are as many,
-        and as legal, but perhaps of other layers.
+        `logits` of a token (`model.vocabulary_rows`, or 0 for a model that makes none) give the cost of the head, where
+        the flags ask to count it in; without them the stages are as many, and as legal, but perhaps of other layers.
         """
         model, sizes = self.model, (self.data.seq_length, self.model.hidden_size)
         cost = 1.0
-        if vocab_size is not None:
-            rows = model.vocabulary_rows(vocab_size)
-            cost = head_cost(*sizes, rows, model.ffn_size, model.projection_size)
+        if logits is not None:
+            cost = head_cost(*sizes, logits, model.ffn_size, model.projection_size)
         return self.pipeline.split(model.num_layers, head_cost=cost)
 
-    def stages_of(self, pipeline_rank: int, vocab_size: int) -> tuple[Stage, ...]:
-        """The stages that a pipeline rank holds, in the order of the model."""
-        return tuple(stage for stage in self.layer_split(vocab_size).stages() if stage.rank == pipeline_rank)
+    def stages_of(self, pipeline_rank: int, logits: int) -> tuple[Stage, ...]:
+        """The stages that a pipeline rank holds, in the order of the model; `logits` as for `layer_split`."""
+        return tuple(stage for stage in self.layer_split(logits).stages() if stage.rank == pipeline_rank)
 
     def batch_schedule(self, world_size: int) -> BatchSchedule:
         """The size of each global batch."""

@@ -4,12 +4,15 @@ from megatron.base.formulas import hardware_flops, model_flops
 from megatron.training.config import RunConfig
 
 
-def flops_per_sample(config: RunConfig, vocab_size: int) -> tuple[int, int]:
-    """Floating-point operations of one sample, forward and backward: the model's, and with what is recomputed."""
+def flops_per_sample(config: RunConfig, logits: int) -> tuple[int, int]:
+    """Floating-point operations of one sample, forward and backward: the model's, and with what is recomputed.
+
+    logits: of a token (`config.model.vocabulary_rows`); 0 for a model that makes none.
+    """
     model, recompute = config.model, config.recompute
-    sizes = (1, config.data.seq_length, model.num_layers, model.hidden_size, model.vocabulary_rows(vocab_size))
+    sizes = (1, config.data.seq_length, model.num_layers, model.hidden_size, logits)
     shape = (model.ffn_size, model.projection_size)
-    stages, each = config.layer_split(vocab_size).stages(), recompute.recompute_num_layers
+    stages, each = config.layer_split(logits).stages(), recompute.recompute_num_layers
     chunk = model.cross_entropy_chunk_size
     some = recompute.granularity == "full" and recompute.method == "block"
     executed = hardware_flops(

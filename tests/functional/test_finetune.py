@@ -179,6 +179,7 @@ SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_posi
     [
         (2, {"tensor_model_parallel_size": 2}, True),
         (2, {"pipeline_model_parallel_size": 2, "bf16": True}, True),
+        (2, {"tensor_model_parallel_size": 2, "padded_vocab_size": 70}, True),
         (1, {}, False),
     ],
 )
@@ -186,7 +187,8 @@ def test_the_encoder_begins_with_the_pretrained_one(
     ranks: Ranks, race: Path, tmp_path: Path, world: int, layout: dict[str, Any], pooler: bool
 ) -> None:
     """Bit for bit by name; the head, and a pooler that is not there, as without it. Learning nothing shows it."""
-    saved = ranks(1, save_model, str(tmp_path), BertModel, SIZES, len(VOCABULARY), {"binary_head": pooler})[0]
+    sizes = SIZES | {name: layout[name] for name in ("padded_vocab_size",) if name in layout}
+    saved = ranks(1, save_model, str(tmp_path), BertModel, sizes, len(VOCABULARY), {"binary_head": pooler})[0]
     chosen = {"epochs": 1, "lr": 0, **layout}
     fresh = assemble(ranks(world, run_finetune, task_flags("RACE", race, **chosen)))
     outcomes = ranks(world, run_finetune, task_flags("RACE", race, pretrained_checkpoint=tmp_path, **chosen))

@@ -1,5 +1,8 @@
 """The formula for the operations that are executed, against a count of the products that a GPT really does."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -9,13 +12,18 @@ from megatron.base.formulas import (
     bert_head_flops,
     bert_parameters,
     hardware_flops,
+    layer_forward_flops,
     model_flops,
     padded_vocab_size,
 )
 from megatron.model import BertModel, RecomputeConfig, TransformerConfig, build_bert, build_gpt
+from megatron.tasks import finetune
+from megatron.tasks.config import FinetuneConfig
 from megatron.training.arguments import parse_composed
 from megatron.training.config import RunConfig
 from megatron.training.flops import flops_per_sample
+from tests.harness.finetuning import task_flags
+from tests.harness.race_files import write_race, write_vocabulary
 from tests.harness.runs import flags
 
 B, S, LAYERS, HIDDEN, HEADS, INNER, HEAD_SIZE, VOCAB, DIVISIBLE_BY = 2, 16, 3, 32, 4, 48, 12, 50, 8
@@ -102,3 +110,17 @@ def test_a_run_counts_the_logits_that_its_loss_computes_again(chunk_size: int | 
     model, executed = flops_per_sample(config, 100)
     assert executed - model == (2 * 16 * config.model.hidden_size * 100 if again else 0)
     assert (counted(RecomputeConfig(), chunk_size) > counted(RecomputeConfig())) == again
+
+
+@pytest.mark.parametrize("padded", [None, 4096])
+def test_fine_tuning_makes_no_logits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, padded: int | None) -> None:
+    """Each of a question's four sequences costs what its layers do, however many rows the vocabulary has."""
+    write_vocabulary(tmp_path)
+    for part in ("train", "dev"):
+        write_race(tmp_path / part, {"middle": 4})
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(finetune, "pretrain", lambda config, **arguments: told.update(arguments))
+    words = task_flags("RACE", tmp_path, padded_vocab_size=padded, cross_entropy_chunk_size=8)
+    finetune.finetune(parse_composed(FinetuneConfig, words, world_size=1))
+    expected = 4 * 3 * 2 * layer_forward_flops(16, 32)
+    assert told["flops_per_sample"] == told["hardware_flops_per_sample"] == expected
