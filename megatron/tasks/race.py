@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,9 +81,10 @@ def read_article(file: Path) -> Article:
     problem = _problem(fields)
     if problem:
         raise ValueError(f"{file}: {problem}")
+    group = os.path.basename(os.path.dirname(os.path.abspath(file)))  # also of a folder that is given as "." or ".."
     return Article(
-        f"{file.parent.name}/{file.stem}",
-        file.parent.name,
+        f"{group}/{file.stem}",
+        group,
         fields["article"],
         tuple(fields["questions"]),
         tuple(map(tuple, fields["options"])),

@@ -58,6 +58,17 @@ def test_stray_files_are_left_alone(tmp_path: Path) -> None:
     assert whole[0].answers == (0, 3)
 
 
+@pytest.mark.parametrize(("at", "path"), [("high", "."), ("high/in", ".."), ("high", "../high/"), (".", "./high/.")])
+def test_names_are_those_of_the_folder_however_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, path: str
+) -> None:
+    put(tmp_path / "high" / "7.txt", GOOD)
+    (tmp_path / "high" / "in").mkdir()
+    monkeypatch.chdir(tmp_path / at)
+    (article,) = read_articles(Files([path], "--valid-data"))
+    assert (article.name, article.group) == ("high/7", "high")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
