@@ -136,7 +136,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         whole, matrix = ctx.entrance.gather(hidden), weight.to(ctx.dtype)
         grad_hidden = whole.new_empty(whole.shape) if ctx.needs_input_grad[0] else None
         total = _running_total(ctx.weight) if ctx.needs_input_grad[1] else None
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=_wide_dtype(bias))
+        grad_bias = torch.zeros_like(bias, dtype=_wide_dtype(bias)) if ctx.needs_input_grad[2] else None
         summed = None
         for at in _chunks(whole, ctx.chunk):
             grad = _logits_gradient(F.linear(whole[at], matrix, bias), norms, ctx.columns, grad_loss, at)

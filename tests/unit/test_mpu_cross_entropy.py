@@ -1,5 +1,6 @@
 """Cross entropy in one process: against PyTorch's in float64, padding, what does not count, memory, what is refused."""
 
+import itertools
 import math
 from typing import Any
 
@@ -108,13 +109,19 @@ def test_any_shape(tokens: int, vocab: int, padding: int, chunk: int, data: st.D
     assert_close(loss, expected, 1e-12)
 
 
-def test_only_the_gradient_that_is_asked_for() -> None:
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("wants", [w for w in itertools.product((True, False), repeat=3) if any(w)], ids=str)
+def test_only_the_gradients_that_are_asked_for(wants: tuple[bool, bool, bool], chunk_size: int | None) -> None:
+    """Of hidden states, weight and bias, any of which may be frozen."""
+    own = [torch.randn(*shape).requires_grad_(want) for shape, want in zip(((3, 4), (5, 4), (5,)), wants, strict=True)]
+    twins = [x.detach().clone().requires_grad_(want) for x, want in zip(own, wants, strict=True)]
     target = torch.tensor([0, 1, 2])
-    for wants_hidden, wants_weight in ((True, False), (False, True)):
-        hidden = torch.randn(3, 4, requires_grad=wants_hidden)
-        weight = torch.randn(5, 4, requires_grad=wants_weight)
-        mpu.vocab_parallel_linear_cross_entropy(hidden, weight, target, chunk_size=2).sum().backward()
-        assert (hidden.grad is not None, weight.grad is not None) == (wants_hidden, wants_weight)
+    mpu.vocab_parallel_linear_cross_entropy(own[0], own[1], target, bias=own[2], chunk_size=chunk_size).sum().backward()
+    F.cross_entropy(F.linear(*twins), target, reduction="sum").backward()
+    for mine, twin in zip(own, twins, strict=True):
+        assert (mine.grad is None) == (twin.grad is None)
+        if twin.grad is not None:
+            assert_close(mine.grad, twin.grad, 1e-6)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 2])
