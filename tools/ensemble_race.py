@@ -5,18 +5,18 @@ each and that of the ensemble, which chooses the option with the highest mean sc
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
+from megatron.base.files import file_problem
 from megatron.tasks.predictions import count_correct, count_words, ensemble, read_predictions, write_predictions
 from megatron.training.failure import exit_code
 
 
 def average(files: Sequence[str], output: str | None) -> None:
     """Print the accuracies, and write the mean scores to `output`. ValueError where it, or a file, is none."""
-    if output is not None and (os.path.isdir(output) or not os.path.isdir(os.path.dirname(output) or ".")):
-        raise ValueError(f"--output {output}: it must be a file in a folder that exists")
+    if output is not None and (why := file_problem(output)):
+        raise ValueError(f"--output {output}: {why}")
     several = [read_predictions(file) for file in files]
     together = ensemble(several)
     for file, predictions in zip(files, several, strict=True):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron.base.complaints import raise_joined
 from megatron.base.config import Config, flag, minimum_problems, range_problems
-from megatron.base.files import folder_problem
+from megatron.base.files import file_problem
 from megatron.tasks.control import Control
 from megatron.tasks.generation import Continuations, Prompt
 from megatron.tasks.next_token import SplitGPT
@@ -76,8 +76,8 @@ class GenerateConfig(Config):
             found.append(f"--sample-input-file {source}: there is no such file")
         if source is not None and output is not None and Path(source).resolve() == Path(output).resolve():
             found.append(f"--sample-output-file {output}: it is the file of the prompts")
-        if output is not None and (Path(output).is_dir() or folder_problem(Path(output).parent)):
-            found.append(f"{output}: it cannot be written ({folder_problem(Path(output).parent) or 'it is a folder'})")
+        if output is not None and (why := file_problem(output)):
+            found.append(f"{output}: {why}")
         return found
 
 

@@ -40,6 +40,16 @@ def folder_problem(path: str | os.PathLike[str]) -> str | None:
     return None if os.access(there, os.W_OK | os.X_OK) else f"this process may not write in {there}"
 
 
+def file_problem(path: str | os.PathLike[str]) -> str | None:
+    """Why no file can be written to `path`, whose folder must exist; None as far as can be seen."""
+    folder = Path(path).parent
+    if Path(path).is_dir():
+        return "it is a folder, and must be a file"
+    if not folder.is_dir():
+        return f"it must be a file in a folder that exists, and there is no folder {folder}"
+    return folder_problem(folder)
+
+
 @contextlib.contextmanager
 def new_folder(path: str | os.PathLike[str]) -> Iterator[None]:
     """Make the folder `path` where it is missing; after an error in the block, take away those made that are empty."""

@@ -1,14 +1,13 @@
 """Draws a schedule and tells its bubble and its memory: `python -m megatron.pipeline.show --pp 4 --microbatches 8`."""
 
 import argparse
-import os
 import shutil
 import sys
 from collections.abc import Sequence
 from fractions import Fraction
-from pathlib import Path
 
 from megatron.base.complaints import raise_joined
+from megatron.base.files import file_problem
 from megatron.base.words import counted, micro_batches
 from megatron.pipeline.actions import Action, Schedule
 from megatron.pipeline.communication import programs
@@ -100,17 +99,9 @@ def _option_problems(options: argparse.Namespace) -> list[str]:
             found.append(f"--{name}-time {time}: it must be {word} 0")
     if options.program is not None and not 0 <= options.program < options.pp > 0:
         found.append(f"--program {options.program}: it must be a rank, from 0 to {options.pp - 1}")
-    return found + ([] if options.png is None else _path_problems(options.png))
-
-
-def _path_problems(path: str) -> list[str]:
-    """One sentence where no file can be written to `path`."""
-    folder = Path(path).parent
-    if not folder.is_dir():
-        return [f"--png {path}: there is no folder {folder}"]
-    if Path(path).is_dir():
-        return [f"--png {path}: it is a folder"]
-    return [] if os.access(folder, os.W_OK) else [f"--png {path}: the folder {folder} cannot be written to"]
+    if options.png is not None and (why := file_problem(options.png)):
+        found.append(f"--png {options.png}: {why}")
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:

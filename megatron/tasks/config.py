@@ -1,12 +1,12 @@
 """All flags of fine-tuning: those of a pretraining run that apply, and the task's own."""
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from typing import ClassVar
 
 from megatron.base.compose import combines
 from megatron.base.config import Config, choice_problems, flag, flag_fields, flag_name, minimum_problems
+from megatron.base.files import file_problem
 from megatron.checkpointing import CheckpointConfig, read_state
 from megatron.data import DataConfig
 from megatron.optimizer.schedule import ScheduleConfig
@@ -61,10 +61,8 @@ class TaskConfig(Config):
     def input_problems(self) -> list[str]:
         """What is wrong with the pretrained checkpoint, as far as finding it tells, and with the predictions' place."""
         found = []
-        if self.predictions_file is not None:
-            folder = os.path.dirname(self.predictions_file) or "."
-            if not os.path.isdir(folder) or os.path.isdir(self.predictions_file):
-                found.append(f"--predictions-file {self.predictions_file}: it must be a file in a folder that exists")
+        if self.predictions_file is not None and (why := file_problem(self.predictions_file)):
+            found.append(f"--predictions-file {self.predictions_file}: {why}")
         if self.pretrained_checkpoint is not None:
             try:
                 read_state(self.pretrained_checkpoint)

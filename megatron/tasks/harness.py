@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron.base.config import Config, flag, minimum_problems
-from megatron.base.files import atomic_write, folder_problem
+from megatron.base.files import atomic_write, file_problem
 from megatron.tasks.answers import Answers, Wish
 from megatron.tasks.next_token import SplitGPT
 from megatron.tasks.sampling import SamplingConfig
@@ -99,8 +99,8 @@ class HarnessConfig(Config):
         ]
         if self.include_path is not None and not Path(self.include_path).is_dir():
             found.append(f"--include-path {self.include_path}: there is no such folder")
-        if self.output_path is not None and (why := folder_problem(Path(self.output_path).parent)):
-            found.append(f"--output-path {self.output_path}: it cannot be written ({why})")
+        if self.output_path is not None and (why := file_problem(self.output_path)):
+            found.append(f"--output-path {self.output_path}: {why}")
         return found
 
 

@@ -144,7 +144,8 @@ def test_what_the_harness_needs_is_told(load: str, capsys: pytest.CaptureFixture
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "lm_eval", None)
-        asked = ["--load", load, "--tasks", "nowhere.yaml", "--include-path", str(tmp_path / "none"), "--limit", "0"]
+        asked = ["--load", load, "--tasks", "nowhere.yaml", "--include-path", str(tmp_path / "none")]
+        asked += ["--output-path", str(tmp_path), "--limit", "0"]
         (limit,) = complaints(capsys, asked, harness.main)
         assert limit == "--limit 0: it must be at least 1"
         absent = complaints(capsys, asked[:-2], harness.main)
@@ -152,4 +153,5 @@ def test_what_the_harness_needs_is_told(load: str, capsys: pytest.CaptureFixture
     assert absent[1:] == [
         "--tasks nowhere.yaml: there is no such file",
         f"--include-path {tmp_path / 'none'}: there is no such folder",
+        f"--output-path {tmp_path}: it is a folder, and must be a file",
     ]

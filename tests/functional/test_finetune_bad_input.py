@@ -54,6 +54,7 @@ complaints = functools.partial(runs.complaints, main=main.main)
         ),
         ({"pretrained_checkpoint": "nowhere"}, "--pretrained-checkpoint nowhere: there is no such folder"),
         ({"predictions_file": "nowhere/p.jsonl"}, "--predictions-file nowhere/p.jsonl: it must be a file in a folder"),
+        ({"predictions_file": "."}, "--predictions-file .: it is a folder, and must be a file"),
         ({"tokenizer_type": "NullTokenizer", "vocab_size": 50}, "[CLS]"),
         ({"padded_vocab_size": 20}, "--padded-vocab-size 20: it must be at least 49, the ids of the tokenizer"),
         ({"keep_last_checkpoints": 0}, "--keep-last-checkpoints 0: it must be at least 1"),

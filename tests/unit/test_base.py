@@ -28,7 +28,7 @@ from megatron.base.config import (
     range_problems,
 )
 from megatron.base.devices import peak_flops
-from megatron.base.files import atomic_write, fsync_directory, temporary_name
+from megatron.base.files import atomic_write, file_problem, fsync_directory, temporary_name
 from megatron.base.formulas import (
     gpt_parameters,
     hardware_flops,
@@ -339,6 +339,19 @@ def test_an_exception_leaves_what_was_there(tmp_path: Path, error: type[BaseExce
 def test_a_missing_folder_is_told_by_its_own_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), atomic_write(tmp_path / "none" / "file"):
         pass
+
+
+def test_where_no_file_can_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    assert file_problem("new") is file_problem("file") is file_problem(tmp_path / "new") is None
+    for folder in (".", "", "../" + tmp_path.name, tmp_path):
+        assert file_problem(folder) == "it is a folder, and must be a file"
+    for folder in ("none", "file"):
+        told = f"it must be a file in a folder that exists, and there is no folder {folder}"
+        assert file_problem(f"{folder}/new") == told
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(tmp_path))
+    assert file_problem("new") == f"this process may not write in {tmp_path}"
 
 
 def test_a_failed_rename_removes_the_temporary_file(tmp_path: Path) -> None:

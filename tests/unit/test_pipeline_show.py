@@ -133,8 +133,8 @@ def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_computed
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(show, "build_schedule", None)
-    assert complaint(capsys, "--png", f"{tmp_path}/absent/a.png").endswith(f": there is no folder {tmp_path}/absent\n")
-    assert complaint(capsys, "--png", str(tmp_path)) == f"--png {tmp_path}: it is a folder\n"
+    assert complaint(capsys, "--png", f"{tmp_path}/absent/a.png").endswith(f"there is no folder {tmp_path}/absent\n")
+    assert complaint(capsys, "--png", str(tmp_path)) == f"--png {tmp_path}: it is a folder, and must be a file\n"
 
 
 def test_times_are_those_of_the_flags_whatever_they_are_counted_in(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,3 +85,11 @@ def test_a_file_that_is_none_is_named(repository: Path, tmp_path: Path, line: st
         [sys.executable, str(repository / "tools/ensemble_race.py"), str(path)], capture_output=True, text=True
     )
     assert done.returncode == 2 and f"{path}" in done.stderr and words in done.stderr
+
+
+def test_a_place_for_the_mean_scores_is_looked_at_first(repository: Path, tmp_path: Path) -> None:
+    """Before the files are read: the sentence is of the place, though there is no such file either."""
+    words = [sys.executable, str(repository / "tools/ensemble_race.py"), "none.jsonl", "--output", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == f"error: --output {tmp_path}: it is a folder, and must be a file\n"
