@@ -22,12 +22,3 @@ class Evaluation:
     windows: list[Window]
     measure: Measure
     figures: Callable[[Sequence[Sequence[float]]], Figures]
-
-
-def read_utf8(path: str) -> str:
-    """The text of the file of --valid-data, its line ends as they are. Raises ValueError where it is no UTF-8."""
-    with open(path, encoding="utf-8", newline="") as stream:
-        try:
-            return stream.read()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"--valid-data {path}: it is not UTF-8 ({error.reason} at byte {error.start})") from None

@@ -2,15 +2,15 @@
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from megatron.base.words import counted
-from megatron.tasks.evaluation import Evaluation, Figures, read_utf8
+from megatron.tasks.evaluation import Evaluation, Figures
 from megatron.tasks.measures import GUESSES
+from megatron.tasks.text_files import read_objects
 from megatron.tasks.windows import Window
 from megatron.tokenizer import Tokenizer
 
@@ -39,21 +39,13 @@ def read_passages(path: str) -> list[Passage]:
 
     Raises ValueError naming the file, and the line where it is one that is wrong.
     """
-    lines = enumerate(read_utf8(path).split("\n"), 1)
-    passages = [_passage(path, number, line) for number, line in lines if line.strip()]
+    passages = [_passage(number, value["text"]) for number, value in read_objects("--valid-data", path, "text")]
     if not passages:
         raise ValueError(f"--valid-data {path}: there is no passage in it")
     return passages
 
 
-def _passage(path: str, number: int, line: str) -> Passage:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        value = None
-    text = value.get("text") if isinstance(value, dict) else None
-    if not isinstance(text, str):
-        raise ValueError(f'--valid-data {path}, line {number}: it must be a JSON object with a text as "text"')
+def _passage(number: int, text: str) -> Passage:
     return Passage(number, text.strip(), text != text.rstrip())
 
 

@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.files import atomic_write
+from megatron.tasks.text_files import read_lines, read_objects
+
+_FLAG = "--sample-input-file"
 
 
 def read_prompts(path: str) -> list[dict[str, Any]]:
@@ -14,28 +17,13 @@ def read_prompts(path: str) -> list[dict[str, Any]]:
     A file whose name ends in .jsonl or .json has such an object on each line; of any other file each line is a prompt.
     Lines of blanks are passed over. Raises ValueError naming the file, and the line where it is one that is wrong.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"--sample-input-file {path}: it is not UTF-8 ({error.reason} at byte {error.start})"
-        ) from None
-    named = Path(path).suffix in (".jsonl", ".json")
-    there = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    prompts = [_object(path, number, line) if named else {"prompt": line.rstrip("\r")} for number, line in there]
+    if Path(path).suffix in (".jsonl", ".json"):
+        prompts = [value for _, value in read_objects(_FLAG, path, "prompt")]
+    else:
+        prompts = [{"prompt": line.text.rstrip("\r")} for line in read_lines(_FLAG, path)]
     if not prompts:
-        raise ValueError(f"--sample-input-file {path}: there is no prompt in it")
+        raise ValueError(f"{_FLAG} {path}: there is no prompt in it")
     return prompts
-
-
-def _object(path: str, number: int, line: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
-        raise ValueError(f'--sample-input-file {path}, line {number}: it must be a JSON object with a text as "prompt"')
-    return value
 
 
 def write_lines(path: str, lines: Iterable[Mapping[str, Any]]) -> None:

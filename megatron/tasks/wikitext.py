@@ -7,15 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron.tasks.detokenizing import detokenize
-from megatron.tasks.evaluation import Evaluation, Figures, read_utf8
+from megatron.tasks.evaluation import Evaluation, Figures
 from megatron.tasks.measures import LOSS
+from megatron.tasks.text_files import read_utf8
 from megatron.tasks.windows import Window
 from megatron.tokenizer import Tokenizer
 
 
 def read_text(path: str) -> str:
     """The text of a file of WikiText's. Raises ValueError where it is no UTF-8 or holds no word."""
-    text = read_utf8(path)
+    text = read_utf8("--valid-data", path)
     if not text.strip():
         raise ValueError(f"--valid-data {path}: there is no text in it")
     return text

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.tasks.serving.completion import Completion, RequestError, Served, choice, read_completion
 from megatron.tasks.serving.schedule import Closed, Full, Hear, Scheduler, Update
+from megatron.tasks.text_files import parse_json
 
 try:
     import uvicorn
@@ -158,8 +159,8 @@ class _Events(StreamingResponse):
 
 def _parsed(body: bytes) -> Any:
     try:
-        return json.loads(body.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        return parse_json(body.decode("utf-8"))
+    except ValueError as error:
         raise RequestError(400, f"the body is not JSON: {error}") from None
 
 

@@ -1,7 +1,6 @@
 """The body of `POST /v1/completions`, in the shape of the OpenAI API: read, checked, and answered."""
 
 import dataclasses
-import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -172,7 +171,7 @@ def _whole(fields: Mapping[str, Any], name: str, default: int, low: int, high: i
 
 def _number(fields: Mapping[str, Any], name: str, default: float, high: float) -> float:
     value = fields.get(name, default)
-    if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value <= high:
+    if type(value) not in (int, float) or not 0 <= value <= high:
         raise RequestError(400, f"{name} {value!r:.80}: it must be a number from 0 to {high:g}", name)
     return float(value)
 
