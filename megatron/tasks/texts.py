@@ -46,13 +46,15 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._settled + self._decoded()
+        if hold:
+            text = text.rstrip(_BROKEN)  # it may become a letter
         # What was given holds no beginning of a stop.
         found = [at for at in (text.find(word, len(self.text)) for word in self._stop) if at >= 0]
         if found:
             self.stopped = True
             text = text[: min(found)]
         elif hold:
-            text = text[: len(text) - self._uncertain(text)]
+            text = text[: self._begun(text)]
         if not text.startswith(self.text):  # decoders may change what is before; what was given stands
             return ""
         more = text[len(self.text) :]
@@ -69,8 +71,10 @@ class TextStream:
         whole = self._decode([*self._tail, *self._ids])
         return whole[len(self._before) :] if whole.startswith(self._before) else self._decode(self._ids)
 
-    def _uncertain(self, text: str) -> int:
-        """How many letters at the end may still change or be the beginning of a stop."""
-        broken = len(text) - len(text.rstrip(_BROKEN))
-        begun = [n for word in self._stop for n in range(1, len(word)) if text.endswith(word[:n])]
-        return max([broken, *begun])
+    def _begun(self, text: str) -> int:
+        """Where in it something begins that may become a stop; its end where nothing does.
+
+        Only what was not given yet is looked at, so that a stop costs no more than the text, however long it is.
+        """
+        places = range(len(self.text), len(text))
+        return next((at for at in places if any(word.startswith(text[at:]) for word in self._stop)), len(text))

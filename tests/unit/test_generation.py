@@ -137,6 +137,25 @@ def test_a_stop_is_never_given_nor_its_beginning() -> None:
     assert not stream.stopped
 
 
+def test_a_stop_of_letters_of_several_ids_is_found() -> None:
+    """Its first letters are held back while the next one is not whole."""
+    pieces, stream = streamed("axéb", ("xé",))
+    assert (pieces, stream.stopped) == (["a", "", "", "", "", ""], True)
+    pieces, stream = streamed("axêb", ("xé",))
+    assert (pieces, stream.stopped) == (["a", "", "", "xê", "b", ""], False)
+
+
+def test_a_stop_costs_no_more_than_the_text() -> None:
+    """To look at all beginnings of one so long would take days."""
+    said = "ab" * 20
+    stop = said + "c" * 10_000_000
+    pieces, stream = streamed(f"x{said}y", (stop,))
+    assert "".join(pieces[:-2]) == "x"
+    assert (pieces[-2:], stream.stopped) == ([f"{said}y", ""], False)
+    pieces, stream = streamed(f"{said}x" * 3, (stop, "bx", "abx"))
+    assert ("".join(pieces), stream.stopped) == (said[:-2], True)
+
+
 def test_a_stop_string_ends_the_text_and_frees_the_place() -> None:
     tokenizer = build_tokenizer(TokenizerConfig("NullTokenizer", vocab_size=10))
     texts = Continuations(CountingModel(), 1)
