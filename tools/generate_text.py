@@ -133,9 +133,11 @@ def write_one(generator: Generator, prompt: str) -> str:
     raise_joined(made.problems(generator.model.context, generator.model.vocab_size))
     if generator.world.rank == 0:
         print_piece(prompt)
-    (written,) = generator.write([made], aloud=True)
-    if generator.world.rank == 0:
-        print(flush=True)
+    try:
+        (written,) = generator.write([made], aloud=True)
+    finally:
+        if generator.world.rank == 0:
+            print(flush=True)
     generator.tell_end(written)
     return prompt + written.text
 
@@ -163,7 +165,7 @@ def converse(generator: Generator) -> None:
     while (line := control.share(ask() if control.first else None)) is not None:
         try:
             write_one(generator, line)
-        except ValueError as error:  # the same on every rank
+        except (ValueError, FloatingPointError) as error:  # the same on every rank
             if control.first:
                 print_problems(error)
 

@@ -46,6 +46,11 @@ class KeyValueCache:
         """
         return CachedRows(self, first, lengths, longest)
 
+    def clear(self, row: int, kept: int) -> None:
+        """Forget what row `row` holds behind its first `kept` columns."""
+        for held in self.layers.values():
+            held[:, row, :, kept:].zero_()
+
     def move(self, source: int, target: int) -> None:
         """Put the sequence of row `source` into row `target`."""
         for held in self.layers.values():

@@ -9,10 +9,11 @@ import torch
 
 from megatron import mpu
 from megatron.tasks.next_token import NextToken
-from megatron.tasks.sampling import SamplingConfig, choose
+from megatron.tasks.sampling import NO_NUMBERS, SamplingConfig, choose
 
-# stop: an id that ends a text has come; length: as many ids as were asked for; context: the model takes no more.
-Finish = Literal["stop", "length", "context"]
+# stop: an id that ends a text has come; length: as many ids as were asked for; context: the model takes no more;
+# failure: the logits are no numbers, and so no id was chosen.
+Finish = Literal["stop", "length", "context", "failure"]
 _NO_NUMBER = -1  # in place of an id, where the logits are no numbers
 
 
@@ -49,7 +50,7 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """An id that was added to the prompt of this number, and whether the text ends with it."""
+    """An id that was added to the prompt of this number, and whether the text ends with it; with a failure none was."""
 
     number: int
     token: int
@@ -70,7 +71,7 @@ class _Row:
     def add(self, token: int) -> Chosen:
         """Take in the id that was chosen."""
         if token == _NO_NUMBER:
-            raise FloatingPointError("the model gives logits that are no numbers: its weights are no longer sound")
+            return Chosen(self.number, token, "failure")
         self.ids.append(token)
         self.added += 1
         finish: Finish | None = None
@@ -110,22 +111,19 @@ class Continuations:
         """Take out the texts of these numbers, where they are there."""
         self._remove([at for at, row in enumerate(self._rows) if row.number in numbers])
 
-    def drop_all(self) -> None:
-        """Take out every text."""
-        self._rows.clear()
-
     @torch.no_grad()
     def step(self, new: Mapping[int, Prompt] | None = None) -> list[Chosen]:
         """Begin new texts, and add an id to each; what ends is taken out.
 
-        Raises FloatingPointError where logits are no numbers. Collectives: those of `NextToken.logits`, once for the
-        texts that are there and once for the new ones, and one of `NextToken.share` for each.
+        Collectives: those of `NextToken.logits`, once for the texts that are there and once for the new ones, and one
+        of `NextToken.share` for each.
         """
         begun = [_Row(number, prompt, self.columns) for number, prompt in (new or {}).items()]
         assert len(begun) <= self.room
         chosen = self._continue(self._rows, fresh=False)
         self._rows += begun
         chosen += self._continue(begun, fresh=True)
+        self._forget_failures(chosen)
         self._remove([at for at, one in enumerate(chosen) if one.finish is not None])
         return chosen
 
@@ -151,8 +149,18 @@ class Continuations:
     def _choose(self, row: _Row, logits: torch.Tensor) -> int:
         try:
             return choose(logits, row.prompt.sampling, row.generator)
-        except FloatingPointError:  # to be raised on all ranks
+        except FloatingPointError:  # to be known to all ranks
             return _NO_NUMBER
+
+    def _forget_failures(self, chosen: Sequence[Chosen]) -> None:
+        """Where logits were no numbers, so may be keys and values, behind the tokens of other texts too.
+
+        They would be seen there, hidden as they are, for 0 times NaN is NaN.
+        """
+        if self.cache is None or all(one.finish != "failure" for one in chosen):
+            return
+        for at, (row, one) in enumerate(zip(self._rows, chosen, strict=True)):
+            self.cache.clear(at, 0 if one.finish == "failure" else len(row.ids) - 1)
 
     def _remove(self, places: Sequence[int]) -> None:
         """Take rows out; the last ones fill their places."""
@@ -170,12 +178,15 @@ def continue_prompts(
     """Continue all prompts, as many at a time as there is room for; gives every id, with the number of its prompt.
 
     `ends` is asked of every id whether a text ends with it for the caller's reasons; then it ends by "stop". It must
-    say the same on every rank. A prompt that wants no ids gives none.
+    say the same on every rank. A prompt that wants no ids gives none. Raises FloatingPointError, on every rank, where
+    logits are no numbers.
     """
     waiting = deque((number, prompt) for number, prompt in enumerate(prompts) if prompt.length > 0)
     while waiting or texts.room < texts.size:
         new = dict(waiting.popleft() for _ in range(min(texts.room, len(waiting))))
         for one in texts.step(new):
+            if one.finish == "failure":
+                raise FloatingPointError(NO_NUMBERS)
             if ends(one):
                 texts.drop([one.number])
                 one = dataclasses.replace(one, finish="stop")

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from megatron import mpu
 from megatron.model import gather_logits
 from megatron.tasks.next_token import SplitGPT
+from megatron.tasks.sampling import NO_NUMBERS
 from megatron.tasks.windows import Window, WindowBatch, batch_numbers, make_batch
 
 # Told how many of how many batches are done.
@@ -74,6 +75,6 @@ def measured(
     dist.all_reduce(table)  # of a window all ranks but one have zeros
     assert bool((table[:, -1] == 1).all()), "a window was left out or scored twice"
     if not bool(table.isfinite().all()):
-        raise FloatingPointError("the model gives logits that are no numbers: its weights are no longer sound")
+        raise FloatingPointError(NO_NUMBERS)
     found: list[list[float]] = table[:, :-1].tolist()
     return found

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from megatron.base.config import Config, flag, minimum_problems
 
+NO_NUMBERS = "the model gives logits that are no numbers: its weights are no longer sound"
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig(Config):
@@ -35,7 +37,7 @@ def candidates(logits: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor
     Of equal logits the one of the lower id is the likelier. Raises FloatingPointError where they are no numbers.
     """
     if not logits.max().isfinite():
-        raise FloatingPointError("the model gives logits that are no numbers: its weights are no longer sound")
+        raise FloatingPointError(NO_NUMBERS)
     if sampling.greedy or sampling.temperature == 0:
         # not argmax, which may take any of several maxima
         return (logits == logits.max()).nonzero()[0].cpu(), torch.ones(1, dtype=torch.float64)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from megatron import mpu
+from megatron.base.complaints import ConfigError
 from megatron.base.compose import ComposedConfig, combines, compose, make_section
 from megatron.base.config import Config, flag, minimum_problems
 from megatron.base.stages import StagePart
@@ -226,7 +227,10 @@ class Trained:
 
 @contextlib.contextmanager
 def opened(request: TrainedRequest, seed: int = 0) -> Iterator[Trained]:
-    """The model and tokenizer that are asked for, and the ranks that hold it; mistakes are told as `ConfigError`."""
+    """The model and tokenizer that are asked for, and the ranks that hold it; mistakes are told as `ConfigError`.
+
+    So is a model that, inside the block, gives no numbers (FloatingPointError, which all ranks raise alike).
+    """
     distributed, trained = request.distributed, request.trained
     with mistakes():
         stored = stored_config(trained.load, trained.ckpt_step)
@@ -236,4 +240,7 @@ def opened(request: TrainedRequest, seed: int = 0) -> Iterator[Trained]:
             model = load_gpt(
                 trained.load, stored, tokenizer.vocab_size, world.device, trained.dtype, iteration=trained.ckpt_step
             )
-        yield Trained(model, tokenizer, world)
+        try:
+            yield Trained(model, tokenizer, world)
+        except FloatingPointError as error:  # on every rank alike
+            raise ConfigError([f"--load {trained.load}: {error}"]) from error

@@ -12,7 +12,7 @@ from megatron import mpu
 from megatron.model import TransformerConfig, build_gpt
 from megatron.pipeline import PipelineConfig
 from megatron.tasks.control import Control
-from megatron.tasks.generation import Continuations, Prompt, continue_prompts
+from megatron.tasks.generation import Chosen, Continuations, Prompt, continue_prompts
 from megatron.tasks.next_token import SplitGPT
 from megatron.tasks.sampling import SamplingConfig, choose
 from tests.harness.ranks import Ranks
@@ -122,6 +122,33 @@ def test_in_float32_greedy_tokens_differ_only_where_two_are_as_likely(ranks: Ran
                 logits = next_logits(config, weights, ids)
                 assert logits.max() - logits[token] < 1e-4
                 ids.append(token)
+
+
+def after_a_failure(rank: int, size: int) -> tuple[list[Chosen], list[list[Chosen]]]:
+    """What is chosen for a long prompt, which is read at a position of no numbers, and then for short ones."""
+    mpu.initialize_model_parallel(size)
+    whole = build(TransformerConfig(**SIZES), torch.float64)
+    with torch.no_grad():
+        next(p for name, p in whole.named_parameters() if "position" in name)[12] = torch.nan
+    texts = Continuations(SplitGPT(whole, torch.device("cpu")), 2)
+    failed = texts.step({1: Prompt([1] * 16, 3), 2: Prompt([2] * 14, 3)})
+    greedy = SamplingConfig(greedy=True)
+    return failed, [
+        texts.step({3: Prompt([5, 6], 4, greedy), 4: Prompt([7] * 8, 4, greedy)} if at == 0 else {}) for at in range(4)
+    ]
+
+
+def test_what_gave_no_numbers_is_not_seen_by_what_comes_after_it(ranks: Ranks) -> None:
+    config = TransformerConfig(**SIZES)
+    weights = twin(config, torch.float64)
+    wanted = {3: [5, 6], 4: [7] * 8}
+    for ids in wanted.values():
+        for _ in range(4):
+            ids.append(int(next_logits(config, weights, ids).argmax()))
+    for failed, chosen in ranks(2, after_a_failure):
+        assert [(one.number, one.finish) for one in failed] == [(1, "failure"), (2, "failure")]
+        for number, ids in wanted.items():
+            assert [one.token for step in chosen for one in step if one.number == number] == ids[-4:]
 
 
 def told(rank: int, size: int) -> list[Any]:

@@ -1,8 +1,11 @@
 """tools/generate_text.py: from a checkpoint saved at one layout, the same text at another; files; mistakes."""
 
 import builtins
+import io
 import json
 import runpy
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,9 @@ import pytest
 import torch
 
 from megatron import mpu
+from megatron.model import CachedRows
+from megatron.tasks.next_token import SplitGPT
+from megatron.tasks.sampling import NO_NUMBERS
 from megatron.tasks.trained import load_gpt, parse_request, stored_config
 from tests.harness.ranks import Ranks
 from tests.harness.runs import EOD, VOCAB_SIZE, flags, run_pretrain, write_documents
@@ -195,6 +201,28 @@ def test_mistakes_are_told(checkpoints: str, tmp_path: Path, capsys: pytest.Capt
         assert caught.value.code == 2
         assert sentence in capsys.readouterr().err
     assert not (tmp_path / "bad.jsonl.out").exists()
+
+
+def test_a_model_that_gives_no_numbers_is_told(
+    checkpoints: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a conversation one goes on to the next prompt."""
+
+    def nothing(self: SplitGPT, tokens: Sequence[Sequence[int]], cache: CachedRows | None) -> torch.Tensor:
+        return torch.full((len(tokens), self.vocab_size), torch.nan)
+
+    monkeypatch.setattr(SplitGPT, "logits", nothing)
+    here = ["--load", checkpoints, "--distributed-backend", "gloo"]
+    with pytest.raises(SystemExit) as caught:
+        tool()["main"]([*here, "--prompt", "1 2"])
+    assert caught.value.code == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("1 2\n", f"error: --load {checkpoints}: {NO_NUMBERS}\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("1\n2\n"))
+    tool()["main"](here)
+    told = capsys.readouterr()
+    asked = "prompt (Ctrl-D ends)> "
+    assert (told.out, told.err) == (f"{asked}1\n{asked}2\n{asked}\n", f"error: {NO_NUMBERS}\n" * 2)
 
 
 def other_tokenizer(folder: Path) -> list[str]:

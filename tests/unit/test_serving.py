@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron.model import CachedRows
+from megatron.tasks.generation import Chosen, Finish, Prompt
+from megatron.tasks.serving.schedule import Scheduler
 from tests.harness.browser import NAMES, browsing, find_browser
 from tests.harness.counting_model import CountingModel
 from tests.harness.http_server import NAME, Stream, ask, serving
@@ -164,7 +166,9 @@ REFUSED: list[tuple[Any, int, str]] = [
     ({"prompt": [True]}, 400, "a text, a list of texts"),
     ({"prompt": {"text": "1"}}, 400, "a text, a list of texts"),
     ({"prompt": "one"}, 400, "not 'one'"),
-    ({"prompt": "\ud800"}, 400, "not '"),
+    ({"prompt": "\ud800"}, 400, "half of a letter"),
+    ({"prompt": "1", "\udfff": 1}, 400, "half of a letter"),
+    ({"prompt": "1", "stop": ["\ud800"]}, 400, "half of a letter"),
     ({"prompt": [10]}, 400, "token 10: the vocabulary has ids 0 to 9"),
     ({"prompt": [-1]}, 400, "token -1"),
     ({"prompt": " ".join("1" * 17)}, 400, "the prompt has 17 tokens: the model takes 16 at most"),
@@ -177,6 +181,10 @@ REFUSED: list[tuple[Any, int, str]] = [
     ({"prompt": "1", "temperature": -1}, 400, "temperature -1"),
     ({"prompt": "1", "temperature": "hot"}, 400, "temperature 'hot'"),
     ({"prompt": "1", "temperature": math.nan}, 400, "temperature nan"),
+    (b'{"prompt": "1", "temperature": 1e400}', 400, "temperature inf"),
+    ({"prompt": "1", "temperature": 10**400}, 400, "temperature 1000"),
+    ({"prompt": "1", "top_p": -(10**400)}, 400, "top_p -1000"),
+    (b'{"prompt": "1", "seed": ' + b"9" * 4090 + b"}", 413, "longer than"),
     ({"prompt": "1", "top_p": 1.5}, 400, "top_p 1.5: it must be a number from 0 to 1"),
     ({"prompt": "1", "top_k": -1}, 400, "top_k -1"),
     ({"prompt": "1", "seed": 2**64}, 400, "seed 18446744073709551616"),
@@ -257,6 +265,56 @@ def test_more_than_may_wait_are_told_to_come_again() -> None:
         model.gate.set()
         assert [one.result()[0] for one in answers] == [200] * 3
         assert ask(port, body)[0] == 200
+
+
+def test_a_text_without_numbers_fails_alone() -> None:
+    class Holed(Gated):
+        """Knows nothing of what comes after 3."""
+
+        def logits(self, tokens: Sequence[Sequence[int]], cache: CachedRows | None) -> Tensor | None:
+            logits = super().logits(tokens, cache)
+            assert logits is not None
+            for row, ids in zip(logits, tokens, strict=True):
+                row[ids[-1] == 3] = math.nan
+            return logits
+
+    model = Holed()
+    with serving(model, rows=3) as (port, scheduler), ThreadPoolExecutor(5) as pool:
+        model.gate.clear()
+        bodies = [{"prompt": str(n), "max_tokens": 4, "temperature": 0} for n in (1, 5, 3, 4, 2)]
+        answers = [pool.submit(ask, port, body) for body in bodies]
+        eventually(lambda: sum(scheduler.counts) == 5)
+        model.gate.set()
+        told = [answer.result() for answer in answers]
+        assert [status for status, _ in told] == [500, 200, 500, 200, 500]
+        assert [told[n][1]["choices"][0]["text"] for n in (1, 3)] == [counted(5, 3), counted(4, 4)]
+        assert scheduler.counts == (0, 0)
+
+
+@pytest.mark.parametrize(("finish", "stop", "dropped"), [("length", (), []), (None, ("1",), [0])])
+def test_a_text_that_ends_while_its_client_leaves_frees_one_place(
+    finish: Finish | None, stop: tuple[str, ...], dropped: list[int]
+) -> None:
+    """By its last id, and by a string that stops it: the client leaves while that id is decoded."""
+
+    class Leaving:
+        def detokenize(self, ids: Sequence[int]) -> str:
+            if ids:
+                scheduler.cancel([0])
+            return "".join(map(str, ids))
+
+    def begun(room: int) -> tuple[list[int], list[int]]:
+        told = scheduler.command(room)
+        assert told is not None
+        return told["drop"], [number for number, _ in told["begin"]]
+
+    scheduler = Scheduler(Leaving(), 9)  # type: ignore[arg-type]
+    for _ in range(3):
+        scheduler.submit([Prompt((), 1)], stop, [lambda update: None])
+    assert (begun(1), scheduler.counts) == (([], [0]), (1, 2))
+    scheduler.heard([Chosen(0, 1, finish)])
+    assert scheduler.counts == (0, 2)
+    assert (begun(0 if dropped else 1), scheduler.counts) == ((dropped, [1]), (1, 1))
 
 
 def test_a_model_that_gives_no_numbers_fails_its_requests_alone() -> None:

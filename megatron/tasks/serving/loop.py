@@ -3,7 +3,7 @@
 from typing import Any
 
 from megatron.tasks.control import Control
-from megatron.tasks.generation import Chosen, Continuations, Prompt
+from megatron.tasks.generation import Continuations, Prompt
 from megatron.tasks.sampling import SamplingConfig
 from megatron.tasks.serving.schedule import Scheduler
 
@@ -16,22 +16,13 @@ def serve_commands(texts: Continuations, control: Control, scheduler: Scheduler 
     try:
         while (told := control.share(None if scheduler is None else scheduler.command(texts.room))) is not None:
             texts.drop(told["drop"])
-            chosen = _step(texts, {number: _prompt(plain) for number, plain in told["begin"]})
+            chosen = texts.step({number: _prompt(plain) for number, plain in told["begin"]})
             if scheduler is not None:
-                scheduler.fail() if chosen is None else scheduler.heard(chosen)
+                scheduler.heard(chosen)
     finally:
         if scheduler is not None:
             scheduler.close()
             scheduler.fail()
-
-
-def _step(texts: Continuations, new: dict[int, Prompt]) -> list[Chosen] | None:
-    """An id more for every text; None, and nothing is continued any more, where logits are no numbers."""
-    try:
-        return texts.step(new)
-    except FloatingPointError:  # on every rank alike
-        texts.drop_all()
-        return None
 
 
 def _prompt(plain: dict[str, Any]) -> Prompt:

@@ -4,7 +4,7 @@ import dataclasses
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from megatron.tasks.generation import Chosen, Finish, Prompt
 from megatron.tasks.texts import TextStream
@@ -17,7 +17,7 @@ class Update:
 
     text: str
     tokens: int
-    finish: Finish | Literal["failure"] | None
+    finish: Finish | None
 
 
 Hear = Callable[[Update], None]
@@ -112,22 +112,18 @@ class Scheduler:
     def heard(self, chosen: Sequence[Chosen]) -> None:
         """Tell what the model has chosen to those who wait for it."""
         with self._changed:
-            # What has ended needs not be taken out: `command` counts the room that taking out makes.
-            self._dropped -= {one.number for one in chosen if one.finish is not None}
-            jobs = [(job, one) for one in chosen if (job := self._running.get(one.number)) is not None]
+            jobs = [(job, one) for one in chosen if (job := self._job(one)) is not None]
         # Without the lock, for which those who submit and cancel would have to wait while the ids are decoded.
-        updates = [(one, job, _update(job.stream, one)) for job, one in jobs]
+        updates = [(one.number, job, _update(job.stream, one)) for job, one in jobs]
         with self._changed:
-            for one, _, update in updates:
-                if one.finish is not None:
-                    self._running.pop(one.number, None)
-                elif update.finish is not None:
-                    self._drop(one.number)
+            for number, _, update in updates:
+                if update.finish is not None:
+                    self._drop(number)
         for _, job, update in updates:
             job.hear(update)
 
     def fail(self) -> None:
-        """All texts that are not written to their end have failed, and the model goes on with none."""
+        """All texts that are not written to their end have failed; nothing continues them any more."""
         with self._changed:
             for job in (*self._running.values(), *(job for _, job in self._waiting)):
                 job.hear(Update("", 0, "failure"))
@@ -135,13 +131,26 @@ class Scheduler:
             self._running.clear()
             self._waiting.clear()
 
+    def _job(self, one: Chosen) -> _Job | None:
+        """Who waits for it, if anybody does.
+
+        One that has ended has left its place: to take it out too, now or when its client leaves, would be a place too
+        many, for `command` counts those that taking out makes.
+        """
+        if one.finish is None:
+            return self._running.get(one.number)
+        self._dropped.discard(one.number)
+        return self._running.pop(one.number, None)
+
     def _drop(self, number: int) -> None:
         if self._running.pop(number, None) is not None:
             self._dropped.add(number)
 
 
 def _update(stream: TextStream, one: Chosen) -> Update:
-    """What an id adds to a text; one that stops it stands for no text."""
+    """What an id adds to a text; one that stops it, or is none, stands for no text."""
+    if one.finish == "failure":
+        return Update("", 0, "failure")
     text = "" if one.finish == "stop" else stream.add(one.token)
     finish = "stop" if stream.stopped else one.finish
     return Update(text if finish is None else text + stream.end(), 1, finish)
