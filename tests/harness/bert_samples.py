@@ -3,6 +3,7 @@
 import hashlib
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +41,7 @@ def a_dataset(
     seq_length: int = 64,
     num_samples: int | None = None,
     seed: int = 1234,
-    **config: float | bool,
+    **config: Any,
 ) -> BertDataset:
     indexed = IndexedDataset(write_token_files(folder / "set_text_sentence", numbered(sizes), INT32))
     documents = indexed.document_indices
