@@ -86,9 +86,7 @@ def iterations_to_load(config: CheckpointConfig) -> list[int]:
         return []
     directory, step = Path(config.load), config.ckpt_step
     complete = complete_iterations(directory)
-    if step is not None and step not in complete:
-        if step in saved_iterations(directory):  # in a folder that is not whole, or another program's
-            _refuse_missing(directory, step)
+    if step is not None and step not in {*complete, *saved_iterations(directory)}:
         there = ", ".join(map(str, complete)) or "none"
         raise ValueError(f"--ckpt-step {step}: {config.load} has no checkpoint of that iteration; there are: {there}")
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.base.complaints import ConfigError
-from megatron.checkpointing import CheckpointConfig, iterations_to_load, save_checkpoint
+from megatron.checkpointing import CheckpointConfig, DamageError, iterations_to_load, save_checkpoint
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -123,6 +123,13 @@ def test_the_candidates(tmp_path: Path) -> None:
     assert iterations_to_load(CheckpointConfig(load=load, load_fallback=True)) == [9, 7, 5]
     assert iterations_to_load(CheckpointConfig(load=load, ckpt_step=7)) == [7]
     assert iterations_to_load(CheckpointConfig(load=load, ckpt_step=7, load_fallback=True)) == [7, 5]
+
+    # One that has lost its index is left out where it is asked for by number as where the tracker names it.
+    (tmp_path / "iter_0000009" / "index.json").unlink()
+    for step in (None, 9):
+        with pytest.raises(DamageError, match="iter_0000009: there is no index.json in it.*such as that of iteration 7$"):
+            iterations_to_load(CheckpointConfig(load=load, ckpt_step=step))
+        assert iterations_to_load(CheckpointConfig(load=load, ckpt_step=step, load_fallback=True)) == [9, 7, 5]
 
 
 @pytest.mark.parametrize("fallback", [False, True])
