@@ -133,16 +133,17 @@ def publish(directory: Path, iteration: int) -> None:
     as it was before.
     """
     new, final, old = (f(directory, iteration) for f in (temporary_folder, iteration_folder, _old_folder))
-    replacing = final.exists()
+    before, ours = _tracker_text(directory), b"%d\n" % iteration
     try:
-        if replacing:
+        if final.exists():
             os.rename(final, old)
         os.rename(new, final)
         fsync_directory(directory)
         with atomic_write(directory / TRACKER) as stream:
-            stream.write(f"{iteration}\n")
+            stream.write(ours.decode())
     except Exception as error:
-        if replacing or not _tracks(directory, iteration):
+        # Where the tracker named this iteration before, its text does not tell whether it was replaced.
+        if new.exists() or before == ours or _tracker_text(directory) != ours:
             _take_back(new, final, old)
             raise
         # After a power cut the tracker may name the checkpoint before: also a whole one.
@@ -169,9 +170,12 @@ def remove_older(directory: Path, published: int, keep: int, left_alone: Collect
             _logger.warning("%s: it is to be removed, and cannot be: %s", folder, error)
 
 
-def _tracks(directory: Path, iteration: int) -> bool:
-    path = directory / TRACKER
-    return path.exists() and path.read_bytes() == b"%d\n" % iteration
+def _tracker_text(directory: Path) -> bytes | None:
+    """What the tracker holds, None where it cannot be read."""
+    try:
+        return (directory / TRACKER).read_bytes()
+    except OSError:
+        return None
 
 
 def _take_back(new: Path, final: Path, old: Path) -> None:

@@ -22,7 +22,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.checkpointing import BackgroundSaver, CheckpointConfig, SaveError, load_checkpoint, save_checkpoint
+from megatron.checkpointing import (
+    BackgroundSaver,
+    CheckpointConfig,
+    SaveError,
+    Saver,
+    load_checkpoint,
+    save_checkpoint,
+)
 from megatron.checkpointing.folders import complete_iterations, leftovers
 from megatron.mpu.sharding import Sharding
 
@@ -287,7 +294,7 @@ def fail() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("iteration", [20, 10], ids=["new", "replacing"])
+@pytest.mark.parametrize("iteration", [20, 10, 5], ids=["new", "replacing", "turned back"])
 def test_a_full_disk_at_each_step(tmp_path: Path, iteration: int) -> None:
     outcomes, good = list[str](), good_checkpoints(tmp_path / "good")
     for step in range(number_of_steps(tmp_path / "count", iteration)):
@@ -379,6 +386,37 @@ def test_leftovers_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture
         save(tmp_path, 20, 2.0)
         assert "removed .iter_0000020.tmp, the leftover of an interrupted save" in caplog.text
     assert {p.name for p in tmp_path.iterdir()} == {"iter_0000010", "iter_0000020", TRACKER, "notes.tmp"}
+
+
+def refuse_to_move_into_place(patch: pytest.MonkeyPatch) -> None:
+    """No temporary folder can be renamed from now on."""
+
+    def move(source: Any, target: Any, rename: Callable[[Any, Any], None] = os.rename) -> None:
+        if Path(source).suffix == ".tmp":
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    patch.setattr(os, "rename", move)
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["new", "of an iteration that the tracker names and that is lost"])
+def test_a_save_that_cannot_take_its_name_is_a_failed_one(tmp_path: Path, lost: bool) -> None:
+    """It is told and tried again, and nothing that is there is removed for it."""
+    good_checkpoints(tmp_path)
+    if lost:
+        shutil.rmtree(tmp_path / "iter_0000010")
+    tensors, told = {"w": (torch.full((64, 8), 2.0), SHARDING)}, list[str]()
+    own = {"rng": torch.full((8,), 2, dtype=torch.uint8)}
+    saver = Saver(tmp_path, 0, 1, told.append, keep_last=1, max_failed=2, saved_iteration=5)
+    with pytest.MonkeyPatch.context() as patch:
+        refuse_to_move_into_place(patch)
+        assert not saver.save(10, tensors, {"value": 2.0}, own, layout={})
+        assert "iteration 10 could not be saved (1 in a row of --max-failed-saves 2): " in told[-1]
+        assert complete_iterations(tmp_path) == ([5] if lost else [5, 10]) and leftovers(tmp_path) == []
+        with pytest.raises(SaveError, match="2 in a row"):
+            saver.save(10, tensors, {"value": 2.0}, own, layout={})
+    assert load(tmp_path, iteration=5) == (5, 0.0)
+    assert saver.save(10, tensors, {"value": 2.0}, own, layout={}) and load(tmp_path) == (10, 2.0)
 
 
 def test_a_disk_that_fails_early_is_heard_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
