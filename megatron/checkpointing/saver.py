@@ -102,7 +102,6 @@ class Saver:
         if self.saved_iteration == iteration:
             return True
         self._iteration, began = iteration, time.perf_counter()
-        self._not_ours.discard(iteration)
         options: dict[str, Any] = {"layout": layout, "tensor_rank": tensor_rank, "keep_last": self._keep_last}
         options["left_alone"] = self._not_ours
         if self._background is not None and not last:
@@ -158,4 +157,5 @@ class Saver:
 
     def _succeeded(self) -> None:
         self._failures.succeeded()
+        self._not_ours.discard(self._iteration)
         self.saved_iteration = self._iteration

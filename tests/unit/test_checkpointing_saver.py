@@ -173,13 +173,21 @@ def test_the_last_one_waits_for_the_one_before(tmp_path: Path, gate: Gate) -> No
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_what_the_run_did_not_go_on_from_neither_counts_nor_is_removed(tmp_path: Path, in_background: bool) -> None:
+def test_what_the_run_did_not_go_on_from_neither_counts_nor_is_removed(
+    tmp_path: Path, gate: Gate, in_background: bool
+) -> None:
     """The checkpoint of iteration 10 was damaged, say: of the last two that are kept, both are to be whole ones."""
+    gate.event.set()
     begun = Saver(tmp_path, 0, 1, str)
     for iteration in (5, 10):
         begun.save(iteration, placed(1.0), {}, {}, layout={})
     kept = []
     saver = Saver(tmp_path, 0, 1, str, in_background=in_background, keep_last=2, saved_iteration=5)
+    gate.failure = OSError(28, "No space left on device")
+    saver.save(10, placed(1.0), {}, {}, layout={})  # which therefore takes the place of nothing
+    while saver._background is not None and saver._background.busy:
+        saver.poll()
+    gate.failure = None
     for iteration in (20, 30, 10, 40):
         saver.save(iteration, placed(1.0), {}, {}, layout={})
         saver.save(iteration, placed(1.0), {}, {}, layout={}, last=True)  # waits
