@@ -79,6 +79,11 @@ def saved_iterations(directory: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
+def iterations_beyond(directory: Path, iteration: int | None) -> list[int]:
+    """Those of `saved_iterations` that a run does not go on from which begins with `iteration`, if with any there."""
+    return [number for number in saved_iterations(directory) if iteration is None or number > iteration]
+
+
 def complete_iterations(directory: Path) -> list[int]:
     """The iterations of which `directory` has a checkpoint that was published and has its index, ascending.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.checkpointing.background import BackgroundSaver
 from megatron.checkpointing.errors import SaveError
-from megatron.checkpointing.folders import saved_iterations
+from megatron.checkpointing.folders import iterations_beyond
 from megatron.checkpointing.placed import Placed
 from megatron.checkpointing.save import save_checkpoint
 
@@ -76,7 +76,7 @@ class Saver:
         self._world_size = world_size
         self._tell = tell
         self._keep_last = keep_last
-        self._not_ours = {number for number in saved_iterations(Path(directory)) if number > (saved_iteration or 0)}
+        self._not_ours = set(iterations_beyond(Path(directory), saved_iteration))
         self._failures = FailedSaves(max_failed)
         self._background = BackgroundSaver(rank, world_size, timeout) if in_background else None
         self._iteration = 0  # of the save that was started last

@@ -10,7 +10,7 @@ from typing import Any
 from megatron import mpu
 from megatron.checkpointing import Saver
 from megatron.checkpointing.config import same_folder
-from megatron.checkpointing.folders import saved_iterations
+from megatron.checkpointing.folders import iterations_beyond
 from megatron.training.config import RunConfig
 from megatron.training.setup import World
 from megatron.training.state import RunState, Trainee, layout, library_versions, model_signature
@@ -55,8 +55,8 @@ def _saved_iteration(config: RunConfig, state: RunState) -> int | None:
 
 def not_gone_on_from(config: RunConfig, state: RunState) -> list[str]:
     """A sentence where `--save` has checkpoints beyond the iteration from which the run goes on there, if it does."""
-    begins, folder = _saved_iteration(config, state) or 0, config.checkpoint.save
-    beyond = [] if folder is None else [number for number in saved_iterations(Path(folder)) if number > begins]
+    folder = config.checkpoint.save
+    beyond = [] if folder is None else iterations_beyond(Path(folder), _saved_iteration(config, state))
     if not beyond:
         return []
     listed = ", ".join(map(str, beyond[:3])) + (f" and {len(beyond) - 3} more" if len(beyond) > 3 else "")

@@ -197,6 +197,15 @@ def test_what_the_run_did_not_go_on_from_neither_counts_nor_is_removed(
     assert kept == [[5, 10, 20], [10, 20, 30], [10, 20, 30], [30, 40]]
 
 
+def test_nothing_is_removed_where_a_run_goes_on_from_elsewhere(tmp_path: Path) -> None:
+    """Also not a checkpoint of iteration 0, as conversions make them."""
+    Saver(tmp_path, 0, 1, str).save(0, placed(1.0), {}, {}, layout={})
+    saver = Saver(tmp_path, 0, 1, str, keep_last=1)
+    for iteration in (10, 20):
+        saver.save(iteration, placed(1.0), {}, {}, layout={})
+    assert saved_iterations(tmp_path) == [0, 20]
+
+
 @pytest.mark.parametrize("in_background", [False, True])
 def test_what_is_saved_is_not_saved_again(tmp_path: Path, in_background: bool) -> None:
     """Neither what the run went on from nor what is being written when the last save comes."""
