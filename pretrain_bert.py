@@ -5,7 +5,6 @@ This file says what a BERT run is made of: its model, its data and its loss. The
 """
 
 import functools
-import os
 import sys
 from collections.abc import Sequence
 
@@ -22,6 +21,7 @@ from megatron.training.arguments import parse_composed
 from megatron.training.bert import BertRunConfig, vocabulary_ids
 from megatron.training.failure import mistakes, user_errors
 from megatron.training.flops import flops_per_sample
+from megatron.training.launcher import local_rank
 from megatron.training.loop import pretrain
 from megatron.training.observers import Observer
 from megatron.training.pipeline import Batch
@@ -52,7 +52,7 @@ def provide_datasets(config: BertRunConfig, ids: BertIds, counts: SampleCounts) 
         num_samples=counts,
         seed=config.training.seed,
         ids=ids,
-        builds_indices=int(os.environ.get("LOCAL_RANK", "0")) == 0,
+        builds_indices=local_rank() == 0,
     )
 
 

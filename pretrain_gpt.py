@@ -5,7 +5,6 @@ like this one around `megatron.training.loop.pretrain`.
 """
 
 import functools
-import os
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +19,7 @@ from megatron.training.arguments import parse_composed
 from megatron.training.config import RunConfig
 from megatron.training.failure import mistakes, user_errors
 from megatron.training.flops import flops_per_sample
+from megatron.training.launcher import local_rank
 from megatron.training.loop import pretrain
 from megatron.training.observers import Observer
 from megatron.training.pipeline import Batch
@@ -48,7 +48,7 @@ def provide_datasets(config: RunConfig, tokenizer: Tokenizer, counts: SampleCoun
         num_samples=counts,
         seed=config.training.seed,
         eod_id=tokenizer.eod if config.data.needs_end_of_document else None,
-        builds_indices=int(os.environ.get("LOCAL_RANK", "0")) == 0,
+        builds_indices=local_rank() == 0,
     )
 
 

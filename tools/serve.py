@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import importlib
 import ipaddress
-import os
 import signal
 import socket
 import threading
@@ -24,6 +23,7 @@ from megatron.tasks.serving.loop import serve_commands
 from megatron.tasks.serving.schedule import Scheduler
 from megatron.tasks.trained import Trained, TrainedRequest, opened, parse_request
 from megatron.training.failure import user_errors
+from megatron.training.launcher import Launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ def serve(request: Request) -> None:
     """Serve until a signal ends it. Collective over all ranks, of which the first one listens."""
     config, load = request.serve, request.trained.load
     importlib.import_module("megatron.tasks.serving.app")  # whether the packages are there, before anything is loaded
-    first = int(os.environ.get("RANK", "0")) == 0
+    first = Launch.of_environment().rank == 0
     listening = listen(config) if first else None
     with listening or contextlib.nullcontext(), opened(request) as trained:
         control = Control()

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import difflib
-import os
 import re
 import sys
 import types
@@ -23,7 +22,7 @@ from megatron.base.compose import (
 )
 from megatron.base.config import Config, FlagInfo, flag_fields, flag_info, flag_name
 from megatron.training.config_file import flags_from_yaml
-from megatron.training.launcher import launched_ranks
+from megatron.training.launcher import launched_ranks, speaks_for_node
 
 # Before the name of an ignored flag among what was given, so that it is not taken for a field of that name.
 _IGNORED = "ignored: "
@@ -255,7 +254,7 @@ def with_config_file(words: list[str]) -> list[str]:
 
 def _tell_ignored(composed: type[ComposedConfig], namespace: argparse.Namespace) -> None:
     """A line on the first rank of each node for every flag that was given and does nothing."""
-    if int(os.environ.get("LOCAL_RANK", "0")) != 0:
+    if not speaks_for_node():
         return
     for words, reason in composed.ignored_flags.items():
         name = words.split()[0]

@@ -1,7 +1,6 @@
 """How a run ends when something is wrong: exit code 2 and sentences for mistakes, one message from all ranks."""
 
 import contextlib
-import os
 import sys
 import time
 import traceback
@@ -10,6 +9,7 @@ from typing import NoReturn, Protocol
 
 from megatron.base.complaints import ConfigError, problems_of
 from megatron.checkpointing.errors import SaveError
+from megatron.training.launcher import speaks_for_node
 
 _KEY = "megatron/first-failure"
 
@@ -38,12 +38,12 @@ def user_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        if int(os.environ.get("LOCAL_RANK", "0")) != 0:
+        if not speaks_for_node():
             time.sleep(_SILENT_WAIT)
         print_problems(error)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        if speaks_for_node():
             print("interrupted: what was done since the last checkpoint is lost", file=sys.stderr, flush=True)
         raise SystemExit(130) from None
 

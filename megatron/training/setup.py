@@ -15,7 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 from megatron import mpu
 from megatron.base.config import Config, choice_problems, flag, minimum_problems, range_problems
 from megatron.training.failure import shared_failure
-from megatron.training.launcher import launched_ranks
+from megatron.training.launcher import Launch, launched_ranks, local_rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,11 +95,11 @@ def bind_device(backend: str) -> torch.device:
     """
     if backend == "gloo":
         return torch.device("cpu")
-    local_rank, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local_rank >= there:
-        raise ValueError(f"LOCAL_RANK {local_rank}: this node has {there} GPUs, start at most as many ranks on it")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    number, there = local_rank(), torch.cuda.device_count()
+    if number >= there:
+        raise ValueError(f"LOCAL_RANK {number}: this node has {there} GPUs, start at most as many ranks on it")
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
 
 
 def device_facts(device: torch.device) -> tuple[str, tuple[int, int] | None]:
@@ -111,10 +111,11 @@ def device_facts(device: torch.device) -> tuple[str, tuple[int, int] | None]:
 
 def _meet(backend: str, timeout: datetime.timedelta, device: torch.device) -> Store:
     """Start `torch.distributed` by the launcher's environment, or as a world of one where there is none."""
+    launch = Launch.of_environment()
     if "RANK" in os.environ:
         store, rank, size = next(rendezvous("env://", timeout=timeout))
     else:
-        store, rank, size = HashStore(), 0, 1
+        store, rank, size = HashStore(), launch.rank, launch.size
     dist.init_process_group(
         backend,
         store=PrefixStore("process-group", store),

@@ -127,7 +127,9 @@ def test_the_candidates(tmp_path: Path) -> None:
     # One that has lost its index is left out where it is asked for by number as where the tracker names it.
     (tmp_path / "iter_0000009" / "index.json").unlink()
     for step in (None, 9):
-        with pytest.raises(DamageError, match="iter_0000009: there is no index.json in it.*such as that of iteration 7$"):
+        with pytest.raises(
+            DamageError, match="iter_0000009: there is no index.json in it.*such as that of iteration 7$"
+        ):
             iterations_to_load(CheckpointConfig(load=load, ckpt_step=step))
         assert iterations_to_load(CheckpointConfig(load=load, ckpt_step=step, load_fallback=True)) == [9, 7, 5]
 

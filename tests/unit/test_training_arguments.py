@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import pretrain_gpt
 from megatron.base.complaints import ConfigError
 from megatron.base.compose import ComposedConfig, combines, section_types
 from megatron.base.config import Config, flag, minimum_problems
@@ -199,6 +200,34 @@ def test_the_number_of_ranks_of_the_launcher(monkeypatch: pytest.MonkeyPatch, ra
     monkeypatch.setenv("WORLD_SIZE", ranks)
     with pytest.raises(ValueError, match=f"^WORLD_SIZE {ranks}: the launcher must set it to a whole number"):
         parse_composed(RunConfig, flags("data"), check_inputs=False)
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK x: the launcher must set it to a whole number of at least 0, or not at all"),
+        (
+            {"LOCAL_RANK": "-1"},
+            "LOCAL_RANK -1: the launcher must set it to a whole number of at least 0, or not at all",
+        ),
+        ({"RANK": "one"}, "RANK one: the launcher must set it to a whole number of at least 0, or not at all"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK 2: the launcher must set it to a number below WORLD_SIZE, 2"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE 2: there is no RANK beside it; the launcher must set both or none"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "a"},
+            "MASTER_PORT a: the launcher must set it to a whole number of at least 0, or not at all",
+        ),
+    ],
+)
+def test_what_a_launcher_may_not_say(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variables: dict[str, str], sentence: str
+) -> None:
+    """One sentence and exit code 2, also from a program that does not know whether it is the one to speak."""
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(SystemExit) as ended:
+        pretrain_gpt.main(flags("data"))
+    assert ended.value.code == 2 and capsys.readouterr().err == f"error: {sentence}\n"
 
 
 def test_unknown_name_in_yaml_is_told(tmp_path: Path) -> None:
