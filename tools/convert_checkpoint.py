@@ -5,16 +5,17 @@ numbers of tensor and pipeline ranks, `native` one of this library, which a run 
 become of each tensor, and refuses to leave any out. Nothing in a file that is read is run.
 """
 
+import contextlib
 import dataclasses
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.base.complaints import raise_joined
+from megatron.base.complaints import ConfigError, problems_of, raise_joined
 from megatron.base.compose import ComposedConfig, make_section, section_types
 from megatron.base.config import Config, choice_problems, flag, flag_fields, flag_name, minimum_problems
 from megatron.base.files import folder_problem
@@ -30,15 +31,17 @@ from megatron.checkpointing.convert import (
     hugging_face_bert_model,
     hugging_face_gpt,
     native_logits,
+    refuse_checkpoints,
+    refuse_model,
     to_hugging_face,
     to_native,
 )
 from megatron.tokenizer import TokenizerConfig, build_tokenizer
-from megatron.tokenizer.folders import copied_files, describe_for_hugging_face, find_tokenizer, special_ids
+from megatron.tokenizer.folders import copied_files, described_for_hugging_face, find_tokenizer, special_ids
 from megatron.training.arguments import parse_composed
 from megatron.training.bert import BertRunConfig
 from megatron.training.config import RunConfig
-from megatron.training.failure import print_problems
+from megatron.training.failure import exit_code
 
 # How far the largest difference of logits may be from the largest logit: float32, in another order of additions.
 TOLERANCE = 1e-4
@@ -98,26 +101,27 @@ def convert(asked: ConvertConfig) -> None:
     problem = folder_problem(asked.save)
     if problem is not None:
         raise ValueError(f"--save {asked.save}: it cannot be written, for {problem}")
+    (refuse_model if asked.to == "hf" else refuse_checkpoints)(Path(asked.save))
     tokenizer = _tokenizer(asked)
     size = None if tokenizer is None else build_tokenizer(tokenizer).vocab_size
-    transfer = _read(
-        asked,
-        Told(
-            asked.vocab_size,
-            size,
-            asked.num_attention_heads,
-            asked.activation,
-            asked.ckpt_step,
-            asked.load_optim,
-            asked.keep_padding,
-        ),
+    told = Told(
+        asked.vocab_size,
+        size,
+        asked.num_attention_heads,
+        asked.activation,
+        asked.ckpt_step,
+        asked.load_optim,
+        asked.keep_padding,
     )
+    with _naming(asked.load):
+        transfer = _read(asked, told)
     if asked.to == "hf" and transfer.optimizer is not None:
         print("the optimizer's state is left out, there is no place for it")
         transfer = transfer.without_optimizer()
     if asked.dtype is not None:
         transfer = transfer.in_dtype(_DTYPES[asked.dtype])
-    transfer.check()
+    with _naming(asked.load):
+        transfer.check()
     if tokenizer is None:
         tokenizer = TokenizerConfig("NullTokenizer", vocab_size=transfer.vocab_size)
     print(*transfer.table, *transfer.notes, sep="\n")
@@ -127,6 +131,15 @@ def convert(asked: ConvertConfig) -> None:
         raise ValueError(f"--save {asked.save}: it could not be written: {error}") from error
     if asked.check:
         _check(asked, transfer)
+
+
+@contextlib.contextmanager
+def _naming(folder: str) -> Iterator[None]:
+    """Sentences about what is read in the block say in which folder that is."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(p if folder in p else f"--load {folder}: {p}" for p in problems_of(error)) from error
 
 
 def _read(asked: ConvertConfig, told: Told) -> Transfer:
@@ -161,17 +174,19 @@ def _write_hugging_face(asked: ConvertConfig, transfer: Transfer, tokenizer: Tok
     if transfer.config.padded_vocab_size is not None and not asked.keep_padding:
         print(f"rows of the vocabulary after the {transfer.vocab_size} tokens are left out: --keep-padding keeps them")
         transfer = transfer.without_padding()
-    to_hugging_face(transfer, Path(asked.save), special_ids(built))
-    for line in describe_for_hugging_face(tokenizer, Path(asked.save), transfer.config.max_position_embeddings):
-        print(line)
+    save, longest = Path(asked.save), transfer.config.max_position_embeddings
+    with described_for_hugging_face(tokenizer, save, longest) as sentences:
+        to_hugging_face(transfer, save, special_ids(built))
+    print(*sentences, sep="\n", end="\n" * bool(sentences))
     print(f"saved to {asked.save}")
 
 
 def _write_native(asked: ConvertConfig, transfer: Transfer, tokenizer: TokenizerConfig) -> None:
-    kept = copied_files(tokenizer, Path(asked.save).absolute() / "tokenizer")
-    sections: dict[str, Mapping[str, Any]] = {**transfer.sections, "tokenizer": dataclasses.asdict(kept)}
-    sections["precision"] = {**sections.get("precision", {}), **_format(transfer.dtype)}
-    folder = to_native(dataclasses.replace(transfer, sections=sections), Path(asked.save), asked.from_)
+    precision = {**transfer.sections.get("precision", {}), **_format(transfer.dtype)}
+    with copied_files(tokenizer, Path(asked.save).absolute() / "tokenizer") as kept:
+        own = {"tokenizer": dataclasses.asdict(kept), "precision": precision}
+        sections: dict[str, Mapping[str, Any]] = {**transfer.sections, **own}
+        folder = to_native(dataclasses.replace(transfer, sections=sections), Path(asked.save), asked.from_)
     if transfer.kind.name not in ("gpt", "bert"):
         evaluated = "" if transfer.kind.name == "bert-encoder" else f" or is evaluated with it by --load {asked.save}"
         words = flag_words(run_sections(transfer.kind)["model"], sections["model"])
@@ -250,12 +265,7 @@ def _logits(program: str, directory: str, step: int | None, transfer: Transfer, 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the flags and convert; returns 0, or 2 for what is wrong."""
-    try:
-        convert(parse_composed(Request, argv, prog="convert_checkpoint.py").convert)
-    except (ValueError, OSError) as error:
-        print_problems(error)
-        return 2
-    return 0
+    return exit_code(lambda: convert(parse_composed(Request, argv, prog="convert_checkpoint.py").convert))
 
 
 if __name__ == "__main__":

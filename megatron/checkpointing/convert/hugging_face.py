@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.base.files import atomic_write
+from megatron.base.files import atomic_write, new_folder
 from megatron.checkpointing.convert import hugging_face_bert
 from megatron.checkpointing.convert.deferred import Readable, same_values
 from megatron.checkpointing.convert.gpt import hugging_face_entries
@@ -181,12 +181,21 @@ def to_hugging_face(transfer: Transfer, directory: Path, special: Mapping[str, i
         tensors, described = hugging_face_bert.bert_tensors(transfer), hugging_face_bert.bert_config(transfer)
     else:
         tensors, described = _gpt_tensors(transfer), _their_config(transfer, special)
+    refuse_model(directory)
+    with new_folder(directory):
+        try:
+            write_safetensors(directory / WEIGHTS, tensors)
+            with atomic_write(directory / CONFIG) as stream:
+                json.dump(described, stream, indent=2)
+        except BaseException:
+            (directory / WEIGHTS).unlink(missing_ok=True)
+            raise
+
+
+def refuse_model(directory: Path) -> None:
+    """Raise ValueError where there is a model in `directory`."""
     if any((directory / name).exists() for name in (CONFIG, WEIGHTS)):
         raise ValueError(f"--save {directory}: there is a model in it already")
-    directory.mkdir(parents=True, exist_ok=True)
-    write_safetensors(directory / WEIGHTS, tensors)
-    with atomic_write(directory / CONFIG) as stream:
-        json.dump(described, stream, indent=2)
 
 
 def _gpt_tensors(transfer: Transfer) -> dict[str, Readable]:

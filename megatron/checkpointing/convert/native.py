@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.base.files import atomic_write
+from megatron.base.files import atomic_write, new_folder
 from megatron.base.rectangles import Rectangle
 from megatron.checkpointing.checksum import crc32
 from megatron.checkpointing.convert.deferred import Deferred, Readable
@@ -25,8 +25,10 @@ from megatron.checkpointing.folders import (
     STATE,
     TRACKER,
     clean_leftovers,
+    complete_iterations,
     iteration_folder,
     publish,
+    saved_iterations,
     temporary_folder,
 )
 from megatron.checkpointing.index import (
@@ -101,27 +103,36 @@ def to_native(transfer: Transfer, directory: Path, origin: str) -> Path:
     It holds whole tensors, and no random states: its layout is none that a run can have. Only some tensors are in
     memory at a time. Raises ValueError where there are checkpoints in `directory` already.
     """
-    if (directory / TRACKER).exists():
-        raise ValueError(f"--save {directory}: there are checkpoints in it already")
+    refuse_checkpoints(directory)
     transfer.check()
-    directory.mkdir(parents=True, exist_ok=True)
-    clean_leftovers(directory)
-    temporary = temporary_folder(directory, transfer.iteration)
-    temporary.mkdir()
-    try:
-        contents = merged(_write_file(temporary / file_name(n), b) for n, b in enumerate(_batches(transfer.tensors)))
-        contents.check_cover()
-        state = to_json(_state(transfer)).encode()
-        layout = {"converted from": origin}
-        index = Index(transfer.iteration, layout, BLOCK_BYTES, crc32(state), contents)
-        for name, content in ((STATE, state), (INDEX, index.to_json().encode())):
-            with atomic_write(temporary / name, "wb") as stream:
-                stream.write(content)
-        publish(directory, transfer.iteration)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with new_folder(directory):
+        clean_leftovers(directory)
+        temporary = temporary_folder(directory, transfer.iteration)
+        temporary.mkdir()
+        try:
+            _write(transfer, temporary, origin)
+            publish(directory, transfer.iteration)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
     return iteration_folder(directory, transfer.iteration)
+
+
+def refuse_checkpoints(directory: Path) -> None:
+    """Raise ValueError where there are checkpoints in `directory`, be it that no tracker names one."""
+    if (directory / TRACKER).exists() or saved_iterations(directory) or complete_iterations(directory):
+        raise ValueError(f"--save {directory}: there are checkpoints in it already")
+
+
+def _write(transfer: Transfer, folder: Path, origin: str) -> None:
+    """The files of a checkpoint."""
+    contents = merged(_write_file(folder / file_name(n), b) for n, b in enumerate(_batches(transfer.tensors)))
+    contents.check_cover()
+    state = to_json(_state(transfer)).encode()
+    index = Index(transfer.iteration, {"converted from": origin}, BLOCK_BYTES, crc32(state), contents)
+    for name, content in ((STATE, state), (INDEX, index.to_json().encode())):
+        with atomic_write(folder / name, "wb") as stream:
+            stream.write(content)
 
 
 def _batches(tensors: Mapping[str, Readable]) -> Iterator[list[NewPiece]]:
