@@ -15,6 +15,8 @@ INDEX = "index.json"
 STATE = "state.json"
 # More than a checkpoint of thousands of ranks has in its JSON files.
 _LARGEST_FILE = 2**28
+# Bytes: more than any number of an iteration takes, with white space around it.
+LONGEST_TRACKER = 100
 
 _logger = logging.getLogger(__name__)
 _FOLDER = re.compile(r"iter_([0-9]{7,})")
@@ -43,7 +45,7 @@ def tracked_iteration(directory: Path) -> int | None:
     path = directory / TRACKER
     if not path.exists():
         return None
-    text = read_whole(path).strip()
+    text = read_whole(path, LONGEST_TRACKER).strip()
     if text == b"release":
         raise DamageError(f"{path}: it names no iteration but {text.decode()}, and so {_CLASSIC}")
     if not text.isdigit() or len(text) > 18:
@@ -60,14 +62,14 @@ def none_there(directory: Path) -> str:
     return f"there is no checkpoint in it, for there is no {TRACKER}"
 
 
-def read_whole(path: Path) -> bytes:
-    """The content of the tracker or a JSON file. Raises `DamageError` where it is absent, no file, or far too large."""
+def read_whole(path: Path, most: int = _LARGEST_FILE) -> bytes:
+    """The content of the tracker or a JSON file. Raises `DamageError` where it is absent, no file, or above `most`."""
     if not path.is_file():
         raise DamageError(f"{path}: the file is missing")
     with unreadable_is_damage(path):
         size = path.stat().st_size
-        if size > _LARGEST_FILE:
-            raise DamageError(f"{path}: it has {size} bytes, and at most {_LARGEST_FILE} are read")
+        if size > most:
+            raise DamageError(f"{path}: it has {size} bytes, and at most {most} are read")
         return path.read_bytes()
 
 

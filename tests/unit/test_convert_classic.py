@@ -1,7 +1,9 @@
 """Classic checkpoints at any layout and of any version become ours, bit for bit; what does not fit is refused."""
 
 import dataclasses
+import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,7 +206,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     complaint = capsys.readouterr().err
     assert words in complaint
     assert len(complaint.strip().splitlines()) == 1
-    assert not (tmp_path / "ours").exists() or list((tmp_path / "ours").iterdir()) == []
+    assert str(tmp_path / "theirs") in complaint
+    assert not (tmp_path / "ours").exists()
 
 
 def test_copies_of_the_embedding_that_differ_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,8 +215,44 @@ def test_copies_of_the_embedding_that_differ_are_refused(tmp_path: Path, capsys:
     path = tmp_path / "theirs/iter_0000007/mp_rank_00_001/model_optim_rng.pt"
     edited(path, lambda r: r["model"]["word_embeddings_for_head"]["weight"].add_(1))
     assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
-    assert "the first and the last pipeline stage do not have the same" in capsys.readouterr().err
-    assert list((tmp_path / "ours").iterdir()) == []
+    complaint = capsys.readouterr().err
+    assert "iter_0000007: embedding.word_embeddings.weight: the first and the last pipeline stage do not" in complaint
+    assert not (tmp_path / "ours").exists()
+
+
+TRACKERS: dict[bytes, str] = {
+    b"": "must hold the number",
+    b"\xff\xfe7": "must hold the number",
+    "\u0667".encode(): "must hold the number",
+    b"-7": "must hold the number",
+    b"7" * 5000: "it has 5000 bytes, and at most 100 are read",
+}
+
+
+@pytest.mark.parametrize("content", TRACKERS)
+def test_trackers_that_name_no_iteration(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes) -> None:
+    write_classic(tmp_path / "theirs", CONFIG, random(1), Layout(), ARGS)
+    tracker = tmp_path / "theirs" / "latest_checkpointed_iteration.txt"
+    tracker.write_bytes(content)
+    assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
+    complaint = capsys.readouterr().err
+    assert complaint.startswith(f"error: {tracker}: ") and TRACKERS[content] in complaint
+    tracker.unlink()
+    os.mkfifo(tracker)
+    assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
+    assert str(tracker) in capsys.readouterr().err
+    tracker.unlink()
+    tracker.write_bytes(b" 7\r\n")
+    assert convert(tmp_path / "theirs", tmp_path / "ours") == 0
+
+
+def test_two_folders_of_one_rank_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two runs have saved the same iteration, with and without a pipeline."""
+    write_classic(tmp_path / "theirs", CONFIG, random(1), Layout(), ARGS)
+    folder = tmp_path / "theirs/iter_0000007"
+    shutil.copytree(folder / "mp_rank_00", folder / "mp_rank_00_000")
+    assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
+    assert "iter_0000007: mp_rank_00 and mp_rank_00_000 are both of tensor rank 0" in capsys.readouterr().err
 
 
 def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,7 @@ BOMBS = {
     "bytes of 2^62": (b"\x80\x04\x8e" + struct.pack("<Q", 2**62) + b"abc.", "remain"),
     "a number of 800,000 bits": (HEAD + b"\x8b" + struct.pack("<I", 100_000) + b"\x01" * 100_000 + b".", "bits"),
     "a number of a million digits": (b"I" + b"9" * 1_000_000 + b"\n.", "digits"),
+    "2,000 open marks": (HEAD + b"(" * 2000 + b".", "nested too deep"),
     "an opcode of extensions": (HEAD + b"\x82\x01.", "opcode EXT1"),
 }
 
@@ -205,6 +206,25 @@ def test_archives_of_another_kind(tmp_path: Path, what: str) -> None:
     (tmp_path / "file.pt").write_bytes(content)
     with pytest.raises(ValueError, match=rf"file\.pt: .*{words}"):
         read_again(read_torch_file(tmp_path / "file.pt"))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_that_no_model_has_is_not_read(tmp_path: Path, zipped: bool) -> None:
+    """What an archive says beside its tensors, and an opcode of the older container that takes the rest of the file."""
+    path = tmp_path / "file.pt"
+    if zipped:
+        path.write_bytes(rewritten(lambda name, content: (name, bytes(2**27) if "data.pkl" in name else content)))
+    else:
+        path.write_bytes(HEAD + b"\x8d" + struct.pack("<Q", 2**27))
+        with open(path, "r+b") as stream:
+            stream.truncate(2**27 + 11)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"file\.pt: .*(at most 16777216 are read|remain)"):
+            read_torch_file(path)
+        assert tracemalloc.get_traced_memory()[1] < 2**26
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")

@@ -13,7 +13,7 @@ from megatron.checkpointing.convert.kinds import check_matrices, check_record, c
 from megatron.checkpointing.convert.mapping import RowOrder, refuse_left_overs
 from megatron.checkpointing.convert.restricted import Namespace
 from megatron.checkpointing.convert.torch_files import FileTensor, read_torch_file
-from megatron.checkpointing.folders import TRACKER, none_there
+from megatron.checkpointing.folders import LONGEST_TRACKER, TRACKER, none_there, read_whole
 
 _FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_([0-9]{2,})(?:_([0-9]{3,}))?")
@@ -99,16 +99,18 @@ class ClassicCheckpoint:
         weights = pieces_of_model(self, {place: file.chunks for place, file in self.files.items()})
         copies = weights.pop(COPY, None)
         if copies is not None:
-            weights[WORDS] = [_equal(*pair) for pair in zip(weights[WORDS], copies, strict=True)]
+            if WORDS not in weights:
+                raise ValueError(f"{self.folder}: the first pipeline stage has no {WORDS}")
+            weights[WORDS] = [_equal(*pair, self.folder) for pair in zip(weights[WORDS], copies, strict=True)]
         return weights
 
 
-def _equal(tensor: Readable, copy: Readable) -> Readable:
+def _equal(tensor: Readable, copy: Readable, folder: Path) -> Readable:
     """`tensor`, which raises ValueError when it is read and is not equal to `copy`."""
 
     def make() -> torch.Tensor:
         if not same_values(tensor, copy):
-            raise ValueError(f"{WORDS}: the first and the last pipeline stage do not have the same")
+            raise ValueError(f"{folder}: {WORDS}: the first and the last pipeline stage do not have the same")
         return tensor.read()
 
     return Deferred(tensor.dtype, tensor.shape, make)
@@ -153,7 +155,11 @@ def open_classic(directory: Path, step: int | None = None) -> ClassicCheckpoint:
     folder = directory / _folder_name(directory, step)
     if not folder.is_dir():
         raise ValueError(f"{folder}: there is no such folder")
-    places = dict(_rank_folders(folder))
+    places: dict[tuple[int, int], Path] = {}
+    for place, path in sorted(_rank_folders(folder), key=lambda found: found[1]):
+        if place in places:
+            raise ValueError(f"{folder}: {places[place].name} and {path.name} are both of tensor rank {place[1]}")
+        places[place] = path
     if not places:
         raise ValueError(f"{folder}: there is no folder mp_rank_00 or mp_rank_00_000 in it")
     pipeline, tensor = (1 + max(place[axis] for place in places) for axis in (0, 1))
@@ -169,14 +175,14 @@ def open_classic(directory: Path, step: int | None = None) -> ClassicCheckpoint:
 def _folder_name(directory: Path, step: int | None) -> str:
     if step is not None:
         return f"iter_{step:07d}"
-    try:
-        text = (directory / TRACKER).read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        raise ValueError(f"{directory}: {none_there(directory)}") from None
-    if text == "release":
-        return text
-    if not text.isascii() or not text.isdigit():
-        raise ValueError(f"{directory / TRACKER}: it must hold the number of an iteration, or the word release")
+    path = directory / TRACKER
+    if not path.exists():
+        raise ValueError(f"{directory}: {none_there(directory)}")
+    text = read_whole(path, LONGEST_TRACKER).strip()
+    if text == b"release":
+        return text.decode()
+    if not text.isdigit():
+        raise ValueError(f"{path}: it must hold the number of an iteration, or the word release")
     return f"iter_{int(text):07d}"
 
 

@@ -4,6 +4,7 @@ What a pickle names or refers to is given by two functions of the caller. The me
 bounded by the length of the pickle, whatever it asks for.
 """
 
+import io
 import pickletools
 from collections.abc import Callable, Iterable, Sequence
 from typing import IO, Any
@@ -11,6 +12,8 @@ from typing import IO, Any
 _COPIED = (str, bytes, bytearray, tuple, list, dict)
 _MOST_BITS = 512  # of a whole number
 _MOST_NESTED = 100
+# Bytes of a pickle, each of which can become 70 in memory (10,000 tensors take a million), and marks open at a time.
+LONGEST_PICKLE, _MOST_MARKS = 2**24, 1000
 _LONGEST_KEY = 16  # of a tuple
 # What a small pickle may take; a large one this much for each of its bytes.
 _LEAST_WORK, _WORK_OF_A_BYTE = 2 * 10**5, 16
@@ -68,12 +71,14 @@ class Machine:
     def run(self, stream: IO[bytes]) -> Any:
         """The value of the pickle at the stream's position. Fails with any exception where it is none, or too much."""
         begin = stream.tell()
-        for opcode, argument, position in pickletools.genops(stream):
-            self._room = max(_LEAST_WORK, _WORK_OF_A_BYTE * ((position or 0) - begin))
+        window = io.BytesIO(stream.read(LONGEST_PICKLE))  # an opcode can ask for as much as there is
+        for opcode, argument, position in pickletools.genops(window):
+            self._room = max(_LEAST_WORK, _WORK_OF_A_BYTE * (position or 0))
             if opcode.name in _STEPS:
                 _STEPS[opcode.name](self, argument)
             elif opcode.name not in _IGNORED:
                 raise ValueError(f"it has the opcode {opcode.name}")
+        stream.seek(begin + window.tell())
         value = self.popped(1)[0]
         self._check_nesting(value)
         return value
@@ -100,6 +105,8 @@ class Machine:
 
     def mark(self) -> None:
         """Remember how high the stack is."""
+        if len(self._marked) >= _MOST_MARKS:
+            raise ValueError("its values are nested too deep")
         self._marked.append(self._stack)
         self._stack = []
 

@@ -13,9 +13,9 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.checkpointing.convert.machine import Inert, Machine, StandIn, plain_dict
+from megatron.checkpointing.convert.machine import LONGEST_PICKLE, Inert, Machine, StandIn, plain_dict
 
-__all__ = ["Inert", "Namespace", "StandIn", "read_pickle"]
+__all__ = ["LONGEST_PICKLE", "Inert", "Namespace", "StandIn", "read_pickle"]
 
 _LONGEST = 200  # characters of a message that are told
 _NUMBERS = re.compile(r"[biuf][0-9]+")
@@ -125,7 +125,8 @@ def read_pickle(
 
     Dicts, lists, tuples, text and numbers are themselves; `OrderedDict` a dict; NumPy's arrays and scalars of numbers
     are rebuilt; a `Namespace` keeps its values; dtypes of PyTorch are text ("torch.float32"). Everything else is
-    `Inert`. Raises ValueError where it cannot be read so, or would take memory or time beyond what it is long.
+    `Inert`. Raises ValueError where it cannot be read so, would take memory or time beyond what it is long, or is
+    longer than `LONGEST_PICKLE` bytes.
     """
     known = {**_STAND_INS, **(stand_ins or {})}
 

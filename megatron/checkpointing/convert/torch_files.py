@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.convert.archive import MARK, Place, checksum_of, content_of, read_archive
-from megatron.checkpointing.convert.restricted import Inert, StandIn, read_pickle
+from megatron.checkpointing.convert.restricted import LONGEST_PICKLE, Inert, StandIn, read_pickle
 from megatron.checkpointing.untrusted import shape_of, whole_numbers
 
 _STORAGES = {
@@ -121,11 +121,17 @@ def _read_zip(path: Path) -> Any:
     if len(found) != 1:
         raise ValueError("it is a zip archive, but not one of torch.save: there is no data.pkl in it")
     folder = found[0].partition("/")[0]
-    if f"{folder}/byteorder" in entries and content_of(path, entries[f"{folder}/byteorder"]) != b"little":
+    if f"{folder}/byteorder" in entries and _content(path, entries[f"{folder}/byteorder"]) != b"little":
         raise ValueError(_OTHER_BYTES)
     data = f"{folder}/data/"
     places = {name.removeprefix(data): place for name, place in entries.items() if name.startswith(data)}
-    return _read_tensors(io.BytesIO(content_of(path, entries[found[0]])), _File(path, places))
+    return _read_tensors(io.BytesIO(_content(path, entries[found[0]])), _File(path, places))
+
+
+def _content(path: Path, place: Place) -> bytes:
+    if place.size > LONGEST_PICKLE:
+        raise ValueError(f"its part beside the tensors has {place.size} bytes, and at most {LONGEST_PICKLE} are read")
+    return content_of(path, place)
 
 
 def _read_old(path: Path) -> Any:
