@@ -21,20 +21,22 @@ class Best:
     """Keeps the best of the evaluations that it is shown; all ranks show it the same.
 
     Weights go to `SAVE/best`, a folder of checkpoints with one in it, without the optimizer's state. A run that goes on
-    from its own `--save` goes on with the best that stands there, as far as it is not of later iterations. Another best
-    is left alone, unless it is of the same iteration; `notes` tell of it.
+    from its own `--save` goes on with the best that stands there, as far as it is not of later iterations; where its
+    evaluation comes again, its predictions are written again. Another best is left alone, unless it is of the same
+    iteration. `notes` tell of that, and of predictions that only a better epoch would write.
     """
 
     def __init__(self, config: FinetuneConfig) -> None:
         save = config.checkpoint.save
         self._folder = None if save is None else os.path.join(save, _FOLDER)
         self._predictions_file = config.task.predictions_file
-        self.correct = -1
+        self.correct, self._iteration = -1, -1  # right answers of the best, and where it is
         loaded = 0
         if self._folder is not None and same_folder(save, config.checkpoint.load):
             iterations = iterations_to_load(config.checkpoint)
             loaded = iterations[0] if iterations else 0
-            self.correct = _kept(self._folder, loaded) if iterations else -1
+            if iterations:
+                self.correct, self._iteration = _kept(self._folder, loaded)
         there = [] if self._folder is None else saved_iterations(Path(self._folder))
         self._left_alone = {number for number in there if number > loaded}
         self.notes = [
@@ -42,18 +44,25 @@ class Best:
             "the same iteration takes its place"
             for number in sorted(self._left_alone)
         ]
+        missing = self._predictions_file is not None and not os.path.exists(self._predictions_file)
+        if missing and 0 <= self._iteration < loaded:
+            self.notes.append(
+                f"--predictions-file {self._predictions_file}: only an epoch that is better than the best so far "
+                f"writes it; --eval-only --load {self._folder} writes the scores of that"
+            )
 
     def offer(self, run: Run, epoch: int, predictions: Sequence[Prediction]) -> bool:
-        """Keep the model as it is now if more is right than ever before; whether it is.
+        """Keep the model as it is now if more is right than ever before; whether it is the best.
 
         Collective as `save_checkpoint`. A failure to write is told, and is no reason to stop.
         """
         count = count_correct(predictions)["all"]
-        if count.correct <= self.correct:
+        again = run.trainee.state.iteration == self._iteration  # what is kept already
+        if count.correct <= self.correct and not again:
             return False
-        self.correct = count.correct
+        self.correct, self._iteration = max(count.correct, self.correct), run.trainee.state.iteration
         try:
-            if self._folder is not None:
+            if self._folder is not None and not again:
                 self._save(run, self._folder, epoch, count)
             if self._predictions_file is not None and run.world.reports:
                 write_predictions(self._predictions_file, predictions)
@@ -87,9 +96,9 @@ class Best:
         run.audience.on_message(f"epoch {epoch} is the best so far, its weights are in {folder}")
 
 
-def _kept(folder: str, loaded: int) -> int:
-    """What the best in `folder` had right, -1 where there is none of the first `loaded` iterations."""
+def _kept(folder: str, loaded: int) -> tuple[int, int]:
+    """What the best in `folder` had right, and its iteration; -1 where there is none of the first `loaded` ones."""
     if not (Path(folder) / TRACKER).is_file():
-        return -1
+        return -1, -1
     best = read_state(folder).get("best", {})
-    return int(best["correct"]) if best.get("iteration", loaded + 1) <= loaded else -1
+    return (int(best["correct"]), best["iteration"]) if best.get("iteration", loaded + 1) <= loaded else (-1, -1)

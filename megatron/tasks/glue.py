@@ -74,13 +74,15 @@ def read_lines(files: Files, layout: Layout) -> list[Line]:
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """The columns of each line that is not empty, and its number from 1."""
-    with open(path, encoding="utf-8-sig", newline="\n") as stream:
-        try:
-            for number, line in enumerate(stream, 1):
-                if line.strip():
-                    yield number, line.rstrip("\r\n").split("\t")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: it is not UTF-8: {error}") from None
+    with open(path, "rb") as stream:
+        for number, content in enumerate(stream, 1):
+            try:
+                line = content.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                where = f"{path}, line {number}"
+                raise ValueError(f"{where}: it is not UTF-8 ({error.reason} at its byte {error.start})") from None
+            if line.strip():
+                yield number, line.rstrip("\r\n").split("\t")
 
 
 def _lines_of(path: Path, layout: Layout, leave_out: Callable[[str], None] | None) -> list[Line]:
@@ -89,7 +91,7 @@ def _lines_of(path: Path, layout: Layout, leave_out: Callable[[str], None] | Non
     wanted = (layout.key, *layout.sentences, layout.label)
     missing = [name for name in wanted if name not in names]
     if missing:
-        raise ValueError(f"{path}, line 1: it must name the columns, and {', '.join(missing)} are not among them")
+        raise ValueError(f"{path}, line 1: it must name the columns, and lacks {', '.join(missing)}")
     places = [names.index(name) for name in wanted]
     found, malformed = [], []
     for number, columns in rows:

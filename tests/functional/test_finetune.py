@@ -131,6 +131,21 @@ def test_the_best_of_another_run_is_left_alone(ranks: Ranks, race: Path, tmp_pat
     assert sorted(p.name for p in (tmp_path / "best").glob("iter_*")) == ["iter_0000000", "iter_0000003"]
 
 
+def test_scores_of_a_best_that_was_kept_before(ranks: Ranks, race: Path, tmp_path: Path) -> None:
+    """Written where its evaluation comes again, as --eval-only gives them; else the run tells how to get them."""
+    words = task_flags("RACE", race, lr=0, save=tmp_path)  # no epoch is better than the first
+    ranks(1, run_finetune, [*words, "--exit-interval", "3"])
+    files = [tmp_path / name for name in ("again.jsonl", "alone.jsonl", "never.jsonl")]
+    words += ["--load", str(tmp_path)]
+    ranks(1, run_finetune, [*words, "--predictions-file", str(files[0])])
+    asked = {"train_data": None, "epochs": None, "lr": None, "lr_warmup_fraction": None, "eval_only": True}
+    ranks(1, run_finetune, task_flags("RACE", race, load=tmp_path / "best", predictions_file=files[1], **asked))
+    assert files[0].read_text() == files[1].read_text()
+    told = ranks(1, run_finetune, [*words, "--predictions-file", str(files[2])])[0].messages
+    assert not files[2].exists()
+    assert any(line.startswith(f"--predictions-file {files[2]}: only an epoch that is better") for line in told)
+
+
 def test_what_fills_no_batch_is_left_out_of_an_epoch(ranks: Ranks, race: Path) -> None:
     run = ranks(1, run_finetune, task_flags("RACE", race, epochs=3))[0]
     assert run.series("consumed-samples")[-1] == 3 * 24 and run.progress["run"]["iteration"] == 9

@@ -67,12 +67,12 @@ def test_a_line_that_is_wrong_is_named(tmp_path: Path, rows: list[list[str]], wo
 def test_files_that_are_none_are_named(tmp_path: Path) -> None:
     test = write_tsv(tmp_path / "test.tsv", ("id", "question1", "question2"), [["1", "w1", "w2"]])
     binary = tmp_path / "train.tsv"
-    binary.write_bytes(b"id\t\xff\n")
+    binary.write_bytes(b"\t".join(name.encode() for name in QQP) + b"\r\n1\t\xff\n")
     with pytest.raises(ConfigError) as caught:
         read_lines(Files([str(test), str(binary), str(tmp_path / "absent.tsv")], "--valid-data"), LAYOUTS["QQP"])
     first, second, third = caught.value.problems
-    assert "line 1: it must name the columns, and is_duplicate are not among them" in first
-    assert "it is not UTF-8" in second
+    assert "line 1: it must name the columns, and lacks is_duplicate" in first
+    assert f"{binary}, line 2: it is not UTF-8 (invalid start byte at its byte 2)" in second
     assert "absent.tsv: it cannot be read: No such file" in third
 
 
