@@ -1,5 +1,6 @@
 """BERTs of other programs: what Megatron-LM 2.5 recorded, Hugging Face's there and back, a real encoder."""
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -31,6 +32,7 @@ from tests.harness.ranks import Ranks
 from tests.harness.runs import reporting
 from tests.harness.serial_gpt import random_weights
 from tests.harness.stages import cut
+from tests.unit.test_convert_classic import spoiling
 from tools import convert_checkpoint
 
 REAL, PADDED = 200, 256
@@ -206,6 +208,30 @@ def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind
     if kind == "BertForPreTraining":  # nothing was folded into anything else
         weights = dict(again.named_parameters())
         assert all(weights[name].equal(parameter) for name, parameter in theirs.named_parameters())
+
+
+@pytest.mark.parametrize("source", ["hf", "megatron"])
+@pytest.mark.parametrize("kind", OF_TASKS)
+def test_the_check_finds_a_head_that_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, kind: str
+) -> None:
+    random_theirs(tmp_path / "hf", kind)
+    where = ["--from", source, "--to", "native", "--load", tmp_path / source, "--vocab-size", "50"]
+    convert("--from", "hf", *where[2:4], "--load", tmp_path / "hf", "--save", tmp_path / "right", "--check")
+    if source == "megatron":
+        held = from_native(tmp_path / "right")
+        pre = dataclasses.replace(held.config, norm_position="pre", num_layers=1)  # as theirs are
+        shapes = mpu.parameter_shardings(dataclasses.replace(held, config=pre).model())
+        weights = random_weights({name: sharding.global_shape for name, sharding in shapes.items()}, 1, torch.float32)
+        write_classic(tmp_path / source, pre, weights, Layout(2), {"bias_gelu_fusion": False, "openai_gelu": False})
+    head = "classification_head" if kind == OF_TASKS[0] else "multichoice_head"
+    for wrong in (f"{head}.weight", f"{head}.bias"):
+        with pytest.MonkeyPatch.context() as patch:
+            spoiling(patch, wrong)
+            words = [str(word) for word in (*where, "--save", tmp_path / wrong, "--check")]
+            assert convert_checkpoint.main(words) == 2, wrong
+        assert "differ by" in capsys.readouterr().err
+    convert(*where, "--save", tmp_path / "again", "--check")
 
 
 def test_what_theirs_cannot_be_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

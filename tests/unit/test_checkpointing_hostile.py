@@ -56,7 +56,9 @@ def test_states_that_no_gpt_has(directory: Path, what: str) -> None:
 def test_a_file_that_is_huge_is_not_read(directory: Path, name: str) -> None:
     path = directory / "iter_0000010" / name
     os.truncate(path, 2**40)  # it takes no room on the disk
-    with pytest.raises(ValueError, match=rf"{re.escape(path.name)}: it has {2**40} bytes, and at most (100|2\d+) are read"):
+    with pytest.raises(
+        ValueError, match=rf"{re.escape(path.name)}: it has {2**40} bytes, and at most (100|2\d+) are read"
+    ):
         load(directory)
 
 

@@ -150,20 +150,29 @@ def test_a_full_disk_is_told_with_the_folder(
     assert list((tmp_path / "ours").glob("*iter*")) == []
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_check_finds_any_weight_that_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    """Rows moved by one, as a mistake in their order would."""
-    write_classic(tmp_path / "theirs", CONFIG, (weights := random(1)), Layout(), ARGS)
-    to_native, wrong = convert_checkpoint.to_native, ""
+def spoiling(patch: pytest.MonkeyPatch, wrong: str) -> None:
+    """Let the converter write the tensor `wrong` with its rows moved by one, as a mistake in their order would.
+
+    Where they are all the same they are one more.
+    """
+    to_native = convert_checkpoint.to_native
 
     def spoiled(transfer: Transfer, *where: Any) -> Path:
-        tensor = transfer.tensors[wrong].read().roll(1, 0)
+        right = transfer.tensors[wrong].read()
+        tensor = right + 1 if right.roll(1, 0).equal(right) else right.roll(1, 0)
         tensors = {**transfer.tensors, wrong: Deferred(tensor.dtype, tuple(tensor.shape), lambda: tensor)}
         return to_native(dataclasses.replace(transfer, tensors=tensors), *where)
 
-    monkeypatch.setattr(convert_checkpoint, "to_native", spoiled)
+    patch.setattr(convert_checkpoint, "to_native", spoiled)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_check_finds_any_weight_that_is_wrong(tmp_path: Path, dtype: str) -> None:
+    write_classic(tmp_path / "theirs", CONFIG, (weights := random(1)), Layout(), ARGS)
     for wrong in (name for name in weights if "layers" not in name or "layers.2." in name):
-        assert convert(tmp_path / "theirs", tmp_path / wrong, "--dtype", dtype, "--check") == 2, wrong
+        with pytest.MonkeyPatch.context() as patch:
+            spoiling(patch, wrong)
+            assert convert(tmp_path / "theirs", tmp_path / wrong, "--dtype", dtype, "--check") == 2, wrong
 
 
 def edited(path: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -12,6 +12,7 @@ from megatron.model import (
     BertForClassification,
     BertForMultipleChoice,
     BertModel,
+    Encoding,
     GPTModel,
     TransformerConfig,
 )
@@ -71,7 +72,8 @@ def outputs(model: GPTModel | BertEncoder, tokens: Tensor) -> Tensor:
     """What shows whether two models are the same, for ids [b, s]: [b, s, n].
 
     Logits of the rows of the vocabulary that are weights; of a BERT for pretraining the logits of the order before
-    them, at each position; of another BERT the pooled state where there is one, and the last hidden states.
+    them, at each position; of another BERT the scores of its head, for choices that of one option, and the pooled
+    state, where there are such, and the last hidden states.
     """
     if isinstance(model, GPTModel):
         logits: Tensor = model(tokens)
@@ -83,7 +85,18 @@ def outputs(model: GPTModel | BertEncoder, tokens: Tensor) -> Tensor:
         encoding = model.encode(tokens, half_types(tokens))
         assert not isinstance(encoding, Tensor)
         lm, whole = encoding.hidden.transpose(0, 1), encoding.pooled
+        if isinstance(model, BertForClassification | BertForMultipleChoice):
+            assert whole is not None
+            whole = torch.cat([_scores(model, encoding.hidden, whole), whole], -1)
     return beside(whole, lm)
+
+
+def _scores(model: BertForClassification | BertForMultipleChoice, hidden: Tensor, pooled: Tensor) -> Tensor:
+    """Of each text its classes, [b, classes], or what it has as an option, [b, 1]."""
+    if isinstance(model, BertForClassification):
+        return model.finish(Encoding(hidden, pooled))
+    # It takes the options of a question together: here all of them are the same text.
+    return model.finish(Encoding(hidden, pooled.repeat_interleave(model.choices, 0)))[:, :1]
 
 
 def half_types(tokens: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from megatron.checkpointing.convert.reference import POSITIONS, ForeignGPT, look
 from megatron.model import TransformerConfig
 
 _TYPES = "embedding.tokentype_embeddings.weight"
+# The heads of tasks; that for choices has one score for each option.
+_TASKS = {"bert-classification": "classification_head", "bert-multiple-choice": "multichoice_head"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,9 @@ class ForeignBert(ForeignGPT):
         pooled = None
         if has_pooler(self.kind):
             pooled = torch.tanh(self._linear("pooler.dense", hidden[:, 0]))
+        if self.kind.name in _TASKS:
+            assert pooled is not None
+            pooled = torch.cat([self._linear(_TASKS[self.kind.name], pooled), pooled], -1)
         if self.kind.name != "bert":
             return beside(pooled, hidden)
         order = None if pooled is None else self._linear("binary_head", pooled)
