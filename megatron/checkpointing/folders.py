@@ -59,6 +59,8 @@ def none_there(directory: Path) -> str:
         return "there is no such folder"
     if _FOLDER.fullmatch(directory.absolute().name):
         return f"it is the folder of one checkpoint, and {directory.absolute().parent}, around it, is to be given"
+    if (directory / "config.json").is_file():
+        return "it is a folder of Hugging Face's: tools/convert_checkpoint.py --from hf makes one of ours of it"
     return f"there is no checkpoint in it, for there is no {TRACKER}"
 
 

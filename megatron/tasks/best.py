@@ -21,12 +21,13 @@ class Best:
     """Keeps the best of the evaluations that it is shown; all ranks show it the same.
 
     Weights go to `SAVE/best`, a folder of checkpoints with one in it, without the optimizer's state. A run that goes on
-    from its own `--save` goes on with the best that stands there, as far as it is not of later iterations; where its
-    evaluation comes again, its predictions are written again. Another best is left alone, unless it is of the same
-    iteration. `notes` tell of that, and of predictions that only a better epoch would write.
+    from its own `--save` goes on with the best that stands there, as far as it is not of later iterations and is one of
+    `questions` questions too; where its evaluation comes again, its predictions are written again. Another best is left
+    alone, unless it is of the same iteration. `notes` tell of that, and of predictions that only a better epoch would
+    write.
     """
 
-    def __init__(self, config: FinetuneConfig) -> None:
+    def __init__(self, config: FinetuneConfig, questions: int) -> None:
         save = config.checkpoint.save
         self._folder = None if save is None else os.path.join(save, _FOLDER)
         self._predictions_file = config.task.predictions_file
@@ -36,9 +37,9 @@ class Best:
             iterations = iterations_to_load(config.checkpoint)
             loaded = iterations[0] if iterations else 0
             if iterations:
-                self.correct, self._iteration = _kept(self._folder, loaded)
+                self.correct, self._iteration = _kept(self._folder, loaded, questions)
         there = [] if self._folder is None else saved_iterations(Path(self._folder))
-        self._left_alone = {number for number in there if number > loaded}
+        self._left_alone = {number for number in there if number > loaded or self._iteration < 0}
         self.notes = [
             f"{self._folder}: this run does not go on from the best of iteration {number} there; one that it saves of "
             "the same iteration takes its place"
@@ -96,9 +97,11 @@ class Best:
         run.audience.on_message(f"epoch {epoch} is the best so far, its weights are in {folder}")
 
 
-def _kept(folder: str, loaded: int) -> tuple[int, int]:
-    """What the best in `folder` had right, and its iteration; -1 where there is none of the first `loaded` ones."""
+def _kept(folder: str, loaded: int, questions: int) -> tuple[int, int]:
+    """What the best in `folder` had right, and its iteration; -1 unless it is of the first `loaded`, and comparable."""
     if not (Path(folder) / TRACKER).is_file():
         return -1, -1
     best = read_state(folder).get("best", {})
-    return (int(best["correct"]), best["iteration"]) if best.get("iteration", loaded + 1) <= loaded else (-1, -1)
+    if best.get("iteration", loaded + 1) > loaded or best.get("questions") != questions:
+        return -1, -1
+    return int(best["correct"]), int(best["iteration"])

@@ -52,7 +52,7 @@ class Finetuning:
         self._validation = validation
         self._vocab_size = vocab_size
         self._loads = loads
-        self._best = Best(config)
+        self._best = Best(config, len(validation))
         self._report = [*report, *self._best.notes]
 
     def provide_model(self, dtype: torch.dtype, device: torch.device) -> BertEncoder:

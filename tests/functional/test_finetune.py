@@ -144,6 +144,10 @@ def test_scores_of_a_best_that_was_kept_before(ranks: Ranks, race: Path, tmp_pat
     told = ranks(1, run_finetune, [*words, "--predictions-file", str(files[2])])[0].messages
     assert not files[2].exists()
     assert any(line.startswith(f"--predictions-file {files[2]}: only an epoch that is better") for line in told)
+    # how many are right of other questions says nothing of it
+    told = ranks(1, run_finetune, [*words, "--valid-data", str(race / "dev" / "high")])[0].messages
+    assert sorted(p.name for p in (tmp_path / "best").glob("iter_*")) == ["iter_0000003", "iter_0000006"]
+    assert any("does not go on from the best of iteration 3 there" in line for line in told)
 
 
 def test_what_fills_no_batch_is_left_out_of_an_epoch(ranks: Ranks, race: Path) -> None:

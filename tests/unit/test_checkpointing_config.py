@@ -72,7 +72,7 @@ def test_a_missing_checkpoint_is_refused(tmp_path: Path, save: str | None, prese
 
 
 def test_another_folder_than_is_meant_is_told(tmp_path: Path) -> None:
-    """That of one checkpoint, one that has lost its tracker, and those of Megatron-LM's."""
+    """That of one checkpoint, one that has lost its tracker, and those of others' programs."""
     for iteration in (5, 7):
         save_empty(tmp_path / "run", iteration)
     (tmp_path / "theirs" / "iter_0000007" / "mp_rank_00").mkdir(parents=True)
@@ -80,7 +80,10 @@ def test_another_folder_than_is_meant_is_told(tmp_path: Path) -> None:
     (tmp_path / "released").mkdir()
     (tmp_path / "released" / TRACKER).write_text("release")
     (tmp_path / "run" / TRACKER).unlink()
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "config.json").touch()
     for load, words in {
+        "hub": "it is a folder of Hugging Face's: tools/convert_checkpoint.py --from hf makes one of ours of it",
         "run/iter_0000007": f"it is the folder of one checkpoint, and {tmp_path}/run, around it, is to be given",
         "run": f"no {TRACKER}; --load-fallback goes on from an earlier one, such as that of iteration 7",
         "theirs": "iter_0000007: the checkpoint is one of Megatron-LM's: tools/convert_checkpoint.py --from megatron",
