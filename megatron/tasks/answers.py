@@ -67,6 +67,7 @@ class Answers:
     def written(self, wishes: Sequence[Wish]) -> list[str]:
         """What the model writes for each wish; of a long context the last tokens are read, so that there is room.
 
+        But no fewer than half of what the model reads: a text that is wished longer than the rest ends there.
         Collectives: those of `Continuations.step`. Every data-parallel rank does all the work.
         """
         found = [""] * len(wishes)
@@ -104,7 +105,6 @@ class Answers:
         ]
 
     def _prompt(self, wish: Wish, number: int) -> Prompt:
-        length = min(wish.length, self.model.context - 1)
         ids = self.tokenizer.tokenize(wish.context) or [self.tokenizer.eod]
-        kept = ids[-(self.model.context - length) :]
-        return Prompt(kept, length, wish.sampling, {self.tokenizer.eod}, ("answer", number))
+        kept = ids[-max(self.model.context - wish.length, self.model.context // 2, 1) :]
+        return Prompt(kept, wish.length, wish.sampling, {self.tokenizer.eod}, ("answer", number))

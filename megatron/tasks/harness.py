@@ -7,8 +7,9 @@ themselves; `python -m megatron.tasks.harness --load DIR --tasks NAME ...` does 
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import Any, ClassVar
 
 from megatron.base.config import Config, flag, minimum_problems
@@ -45,32 +46,64 @@ class HarnessModel(LM):  # type: ignore[misc]
         if lm_eval is None:
             raise ValueError(_INSTALL)
         super().__init__()
+        self.asked = False  # anything yet
         self._answers = Answers(SplitGPT(trained.model, trained.world.device), trained.tokenizer, micro_batch_size)
         self._length = length
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
         """See `Answers.likelihoods`."""
+        self.asked = True
         return self._answers.likelihoods([request.args for request in requests])
 
     def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
         """See `Answers.whole_texts`."""
+        self.asked = True
         return self._answers.whole_texts([request.args[0] for request in requests])
 
     def generate_until(self, requests: list[Any]) -> list[str]:
-        """See `Answers.written`."""
-        return self._answers.written([self._wish(*request.args) for request in requests])
+        """See `Answers.written`, and `wish_of`."""
+        self.asked = True
+        asked = [request.args for request in requests]
+        return self._answers.written([wish_of(context, kwargs, self._length) for context, kwargs in asked])
 
-    def _wish(self, context: str, asked: dict[str, Any]) -> Wish:
-        until = asked.get("until") or []
-        stop = [until] if isinstance(until, str) else until
-        sampled = asked.get("do_sample", asked.get("temperature", 0) > 0)
-        sampling = SamplingConfig(
-            temperature=asked.get("temperature", 1.0),
-            greedy=not sampled,
-            top_k=asked.get("top_k", 0),
-            top_p=asked.get("top_p", 0.0),
-        )
-        return Wish(context, asked.get("max_gen_toks", self._length), tuple(one for one in stop if one), sampling)
+
+# How a task says how many tokens are written at most; of several the first one counts.
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_KINDS: dict[str, type[Any] | UnionType] = {
+    "until": str | list,
+    "do_sample": bool,
+    "temperature": int | float,
+    "top_k": int,
+    "top_p": int | float,
+    **dict.fromkeys(_LENGTHS, int),
+}
+
+
+def wish_of(context: str, asked: Mapping[str, Any], length: int) -> Wish:
+    """What a task's `generation_kwargs` ask for behind a context, `length` tokens where they do not say it.
+
+    Raises ValueError for what is not known here, which would give other texts than the task means, or of a wrong kind.
+    """
+    given = {name: value for name, value in asked.items() if value is not None}
+    if given.get("num_beams") == 1:
+        del given["num_beams"]
+    for name, value in given.items():
+        if name not in _KINDS:
+            raise ValueError(f"generation_kwargs {name} {value!r}: accepted are {', '.join(_KINDS)}")
+        if not isinstance(value, _KINDS[name]) or (isinstance(value, bool) and name != "do_sample"):
+            raise ValueError(f"generation_kwargs {name} {value!r}: it is of a wrong kind")
+    until = given.get("until", [])
+    stop = [until] if isinstance(until, str) else until
+    tokens = next((given[name] for name in _LENGTHS if name in given), length)
+    if tokens < 0:
+        raise ValueError(f"generation_kwargs: {tokens} tokens: they must be at least 0")
+    sampling = SamplingConfig(
+        temperature=given.get("temperature", 1.0),
+        greedy=not given.get("do_sample", given.get("temperature", 0) > 0),
+        top_k=given.get("top_k", 0),
+        top_p=given.get("top_p", 0.0),
+    )
+    return Wish(context, tokens, tuple(str(one) for one in stop if one), sampling)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,17 +155,28 @@ def evaluate(request: HarnessRequest) -> dict[str, dict[str, Any]]:
             unknown = [task for task in asked.tasks if not _is_file(task) and not manager.match_tasks([task])]
             if unknown:
                 raise ValueError(f"--tasks {' '.join(unknown)}: the harness knows no such task")
-        found = lm_eval.simple_evaluate(
-            model=HarnessModel(trained, asked.micro_batch_size),
+            found = _simple_evaluate(HarnessModel(trained, asked.micro_batch_size), asked, manager)
+        results: dict[str, dict[str, Any]] = {} if found is None else found["results"]
+        if trained.world.rank == 0:
+            _tell(results, asked.output_path)
+        return results
+
+
+def _simple_evaluate(model: HarnessModel, asked: HarnessConfig, manager: Any) -> Any:
+    """What the harness finds. Whatever it stumbles over before it asks the model lies in the tasks: ValueError."""
+    try:
+        return lm_eval.simple_evaluate(
+            model=model,
             tasks=list(asked.tasks),
             num_fewshot=asked.num_fewshot,
             limit=asked.limit,
             task_manager=manager,
         )
-        results: dict[str, dict[str, Any]] = {} if found is None else found["results"]
-        if trained.world.rank == 0:
-            _tell(results, asked.output_path)
-        return results
+    except Exception as error:
+        if model.asked:
+            raise
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"--tasks {' '.join(asked.tasks)}: the harness cannot begin with it: {told}") from error
 
 
 def _tell(results: dict[str, dict[str, Any]], output: str | None) -> None:

@@ -1,6 +1,7 @@
 """What a checkpoint answers to programs of evaluation is what Hugging Face's library says; the evaluation harness."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import pytest
 import torch
 
 from megatron.tasks.answers import Answers, Wish
+from megatron.tasks.harness import main, wish_of
 from megatron.tasks.next_token import SplitGPT
+from megatron.tasks.sampling import SamplingConfig
 from megatron.tasks.trained import TrainedRequest, opened, parse_request
 from megatron.tasks.zero_shot import ZeroShotRequest
 from tests.harness.ranks import Ranks
@@ -78,9 +81,11 @@ def test_answers_are_those_of_transformers(
         for text, likelihood in zip([*texts, ""], found, strict=True):
             assert likelihood == pytest.approx(whole_text(reference, text), rel=1e-4)
 
-    wishes = [Wish(texts[0], 5), Wish(texts[1][:60], 4, ("\x00",)), Wish("", 3)]
+    wishes = [Wish(texts[0], 5), Wish(texts[1][:60], 4, ("\x00",)), Wish("", 3), Wish(texts[0], 400)]
     prompts = [reference.ids(texts[0])[5 - LENGTH :], reference.ids(texts[1][:60]), [reference.end]]
-    expected = [reference.greedy(ids, wish.length) for ids, wish in zip(prompts, wishes, strict=True)]
+    prompts.append(reference.ids(texts[0])[-LENGTH // 2 :])
+    lengths = [5, 4, 3, LENGTH // 2 + 1]  # the last one as long as the context lets it be
+    expected = [reference.greedy(ids, length) for ids, length in zip(prompts, lengths, strict=True)]
     assert all(reference.end not in ids for ids in expected)
     for found in ranks(ranks_needed, answered, load, layout, "written", wishes):
         assert found == [reference.tokenizer.decode(ids) for ids in expected]
@@ -155,3 +160,49 @@ def test_what_the_harness_needs_is_told(load: str, capsys: pytest.CaptureFixture
         f"--include-path {tmp_path / 'none'}: there is no such folder",
         f"--output-path {tmp_path}: it is a folder, and must be a file",
     ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "wish"),
+    [
+        ({}, Wish("c", 9)),
+        ({"until": "\n", "max_gen_toks": 3, "do_sample": False}, Wish("c", 3, ("\n",))),
+        ({"until": ["a", ""], "max_new_tokens": 4, "num_beams": 1, "top_p": None}, Wish("c", 4, ("a",))),
+        ({"temperature": 2, "top_k": 5}, Wish("c", 9, (), SamplingConfig(temperature=2, top_k=5))),
+        ({"do_sample": True, "top_p": 0.5}, Wish("c", 9, (), SamplingConfig(top_p=0.5))),
+    ],
+)
+def test_what_a_task_asks_for_is_written(asked: dict[str, Any], wish: Wish) -> None:
+    assert wish_of("c", asked, length=9) == wish
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"num_beams": 4}, "generation_kwargs num_beams 4: accepted are until, do_sample, "),
+        ({"temperature": "hot"}, "generation_kwargs temperature 'hot': it is of a wrong kind"),
+        ({"max_gen_toks": True}, "generation_kwargs max_gen_toks True: it is of a wrong kind"),
+        ({"max_tokens": -1}, "generation_kwargs: -1 tokens: they must be at least 0"),
+        ({"top_p": 3, "do_sample": True}, "--top-p 3: it must be from 0 to 1"),
+    ],
+)
+def test_what_a_task_cannot_ask_for_is_told(asked: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+        wish_of("c", asked, length=9)
+
+
+def test_tasks_that_are_none_are_told(load: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """In one sentence, whatever the harness stumbles over before it asks the model."""
+    pytest.importorskip("lm_eval", reason="lm-eval, which is optional, is not installed")
+    good = TASK.format(folder=tmp_path)
+    cases = {
+        "broken": ("task: [\n", "ParserError: "),
+        "none": ("", "ValueError: "),
+        "kind": (good.replace("multiple_choice", "nonsense"), "ValueError: Got invalid output_type 'nonsense'"),
+        "data": (good.replace("questions.jsonl", "nowhere.jsonl"), "FileNotFoundError: "),
+    }
+    for name, (text, reason) in cases.items():
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(text)
+        (told,) = complaints(capsys, ["--load", load, "--tasks", str(path), "--distributed-backend", "gloo"], main)
+        assert told.startswith(f"--tasks {path}: the harness cannot begin with it: {reason}"), told
