@@ -129,6 +129,8 @@ def test_training_goes_on(ranks: Ranks, shared: Path, classic: Path, tmp_path: P
             for layout in (Layout(2, 2), Layout(1, 4), Layout(2, 2, 2))
             for r in (True, False)
         ),
+        # The copy of the word embeddings is as large as the matrix of the masked-LM head behind it.
+        (Layout(2, 2, padded=32), False, BertModel, {"binary_head": False}),
         (Layout(2, 2), False, BertForMultipleChoice, {"choices": 4}),
         (Layout(2, version=0, old=True), False, BertForClassification, {"classes": 3}),
     ],

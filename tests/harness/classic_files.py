@@ -158,9 +158,9 @@ def _cut(config: TransformerConfig, name: str, values: Tensor, layout: Layout, t
 
 
 def _nested(chunk: Mapping[str, Tensor], old: bool) -> dict[str, Any]:
-    """The tree in which a stage is kept."""
+    """The tree in which a stage is kept; the copy of the word embeddings is last in it, whatever the model's order."""
     model: dict[str, Any] = {"language_model": {}}
-    for name, values in chunk.items():
+    for name, values in sorted(chunk.items(), key=lambda item: item[0].startswith("word_embeddings_for_head")):
         head, _, rest = name.partition(".")
         if head == "embedding":
             stem, _, kind = rest.partition(".")

@@ -37,6 +37,9 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "number for a tensor": (lambda r: r["model"].update(a=torch.tensor(1.0)), "must be a vector or a matrix"),
     "heads": (flag("num_attention_heads", "4"), "num_attention_heads is '4'"),
     "epsilon": (flag("layernorm_epsilon", [1]), "layernorm_epsilon is"),
+    "ramp": (flag("rampup_batch_size", ["4", [1], "9"]), "rampup_batch_size has [1]"),
+    "ramp without end": (flag("rampup_batch_size", [float("nan")]), "rampup_batch_size has nan"),
+    "a flag that no model has": (flag("layernorm_epsilon", -1), "--layernorm-epsilon -1: it must be at least 0"),
     "samples": (flag("consumed_train_samples", 1.5), "consumed_train_samples is 1.5"),
     "steps of the schedule": (lambda r: r.update(lr_scheduler={"num_steps": "x"}), "num_steps is 'x'"),
     "optimizer": (lambda r: r.update(optimizer=[1]), "it is 'list'"),
@@ -45,6 +48,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "numbers": (lambda r: r["optimizer"]["param_groups"][0].update(params=["a"]), "params is 'str'"),
     "state": (lambda r: state_of(r).update({0: [1]}), "state of 0 is 'list'"),
     "moment": (lambda r: state_of(r)[0].update(exp_avg=3), "is 'int' where a tensor"),
+    "kind of state": (lambda r: state_of(r)[0].update({"a\nb": torch.ones(2)}), "not understood: 'a\\nb'"),
     "step": (lambda r: state_of(r)[0].update(step=torch.ones(2)), "must be one number"),
     "infinite step": (lambda r: state_of(r)[0].update(step=torch.tensor(float("inf"))), "there is inf"),
     "scale": (lambda r: r["optimizer"].update(grad_scaler={"scale": torch.ones(2)}), "must be one number"),
@@ -58,7 +62,7 @@ def test_wrong_kinds_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixt
     edited(tmp_path / "theirs/iter_0000007/mp_rank_00/model_optim_rng.pt", change)
     assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
     complaint = capsys.readouterr().err
-    assert words in complaint and "iter_0000007" in complaint
+    assert words in complaint and str(tmp_path / "theirs") in complaint
     assert len(complaint.strip().splitlines()) == 1 and len(complaint) < 500
 
 

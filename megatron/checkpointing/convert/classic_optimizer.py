@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,8 @@ def _read_file(file: ClassicFile, steps: set[int]) -> dict[str, list[dict[str, F
     kinds = {kind for state in of_parameter for kind in state}
     unknown = kinds - {*_KINDS, _MASTER}
     if unknown or any(state.keys() != kinds for state in of_parameter):
-        raise ValueError(f"its state is not understood: {', '.join(sorted(unknown)) or 'some parameters lack a part'}")
+        named = ", ".join(name if name.isprintable() else reprlib.repr(name) for name in sorted(unknown))
+        raise ValueError(f"its state is not understood: {named or 'some parameters lack a part'}")
     found: dict[str, list[dict[str, FileTensor]]] = {kind: [{} for _ in file.chunks] for kind in kinds}
     for (chunk, name), state in zip(_places(file, of_parameter), of_parameter, strict=True):
         for kind in kinds:
@@ -130,9 +132,10 @@ def _places(file: ClassicFile, states: Sequence[Mapping[str, FileTensor]]) -> li
 def _orders(file: ClassicFile) -> Iterator[list[_Place]]:
     """Orders of the parameters: those that are decayed (matrices) before the others, in all chunks or in each.
 
-    The copy of the word embeddings is behind or before the rest of its chunk, or between the transformer and its heads.
+    The copy of the word embeddings is between the transformer and its heads, where Megatron-LM makes it, or behind or
+    before the rest of its chunk.
     """
-    for copy_first, apart in itertools.product((False, True, None), (False, True)):
+    for copy_first, apart in itertools.product((None, False, True), (False, True)):
         chunks = []
         for number, chunk in enumerate(file.chunks):
             names = sorted(chunk, key=functools.partial(_rank_of, copy_first))

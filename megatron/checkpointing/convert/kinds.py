@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ _SIZE_FLAGS = (
     *("num_attention_heads", "kv_channels", "make_vocab_size_divisible_by", "padded_vocab_size", "global_batch_size"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "model_parallel_size"),
 )
+_WHOLE = re.compile(r"[0-9]{1,18}")  # a number that is kept as text
 _NUMBER_FLAGS = ("layernorm_epsilon", "attention_dropout", "hidden_dropout", "init_method_std")
 
 
@@ -44,6 +46,9 @@ def _check_flags(args: Any) -> None:
         _expect_count(args.values, name, _LARGEST_SIZE)
     for name in _NUMBER_FLAGS:
         _expect_number(args.values, name)
+    for number in _expect(args.values.get("rampup_batch_size") or [], list | tuple, "rampup_batch_size", "a list"):
+        if type(number) is not int and not (isinstance(number, str) and _WHOLE.fullmatch(number)):
+            raise ValueError(f"rampup_batch_size has {reprlib.repr(number)} where a whole number is expected")
 
 
 def check_optimizer(saved: Any, masters: Sequence[str], inner: Sequence[str]) -> None:
