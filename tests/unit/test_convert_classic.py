@@ -185,6 +185,12 @@ def words_of(record: dict[str, Any]) -> dict[str, Any]:
     return record["model"]["language_model"]["embedding"]["word_embeddings"]
 
 
+def drop_layer(record: dict[str, Any], begin: str) -> None:
+    encoder = record["model"]["language_model"]["encoder"]
+    for name in [name for name in encoder if name.startswith(begin)]:
+        del encoder[name]
+
+
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "a tensor more": (lambda r: r["model"].update(pooler={"weight": torch.ones(2)}), "no place in the model: pooler"),
     "a tensor less": (
@@ -197,11 +203,13 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "a state of another shape": (lambda r: r["optimizer"]["state"][3].update(exp_avg=torch.ones(2)), "shapes"),
     "another version": (lambda r: r.update(checkpoint_version=4.0), "version"),
     "other ranks": (lambda r: setattr(r["args"], "tensor_model_parallel_size", 4), "there are files of 2 ranks"),
+    "a last layer less": (
+        lambda r: drop_layer(r, "layers.1."),
+        "there are 3 layers, and it was saved with num_layers 4",
+    ),
     "a state without groups": (lambda r: r.update(optimizer={"state": {}}), "param_groups is"),
     "a state that is a number": (lambda r: r["optimizer"]["state"][3].update(exp_avg=1), "where a tensor is expected"),
 }
-# Complaints about flags, which are read from the first rank's file.
-FLAGS = ("there are files of 2 ranks",)
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -209,8 +217,9 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     moments = {"exp_avg": random(2), "exp_avg_sq": random(3)} if "state" in what else None
     write_classic(tmp_path / "theirs", CONFIG, random(1), Layout(2, 2), ARGS, moments)
     change, words = CHANGES[what]
-    place = "00_000" if words in FLAGS else "01_000"
-    edited(tmp_path / f"theirs/iter_0000007/mp_rank_{place}/model_optim_rng.pt", change)
+    # Flags are read from the first rank's file, and a layer is missing on all tensor ranks.
+    for place in {"other ranks": ["00_000"], "a last layer less": ["00_000", "01_000"]}.get(what, ["01_000"]):
+        edited(tmp_path / f"theirs/iter_0000007/mp_rank_{place}/model_optim_rng.pt", change)
     assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
     complaint = capsys.readouterr().err
     assert words in complaint

@@ -83,6 +83,11 @@ class ClassicCheckpoint:
         chunks = len(self.files[0, 0].chunks)
         return [(rank, chunk) for chunk in range(chunks) for rank in range(self.pipeline_size)]
 
+    @property
+    def num_layers(self) -> int:
+        """Of all stages."""
+        return sum(layer_count(self.files[rank, 0].chunks[chunk]) for rank, chunk in self.stages())
+
     def layers_before(self) -> dict[tuple[int, int], int]:
         """For each stage the layers of those before it."""
         found, total = {}, 0
@@ -244,21 +249,21 @@ def _modern(name: str) -> str:
 
 
 def _check_together(checkpoint: ClassicCheckpoint) -> None:
-    """Raise ValueError where the ranks' files are of other iterations, versions or numbers of stages."""
+    """Raise ValueError where the ranks' files are not of one iteration, version and number of stages, or not all."""
     kinds = {
         (file.record.get("iteration"), file.record.get("checkpoint_version", 0), len(file.chunks))
         for file in checkpoint.files.values()
     }
     if len(kinds) > 1:
         raise ValueError(f"{checkpoint.folder}: the files are not of one iteration, version and number of chunks")
-    told = {
-        "tensor_model_parallel_size": checkpoint.tensor_size,
-        "pipeline_model_parallel_size": checkpoint.pipeline_size,
-        "model_parallel_size": checkpoint.tensor_size,
-    }
-    for name, found in told.items():
+    for name, found, what in (
+        ("tensor_model_parallel_size", checkpoint.tensor_size, "files of {} ranks"),
+        ("pipeline_model_parallel_size", checkpoint.pipeline_size, "files of {} ranks"),
+        ("model_parallel_size", checkpoint.tensor_size, "files of {} ranks"),
+        ("num_layers", checkpoint.num_layers, "{} layers"),
+    ):
         if checkpoint.args.get(name, found) not in (found, None):
             raise ValueError(
-                f"{checkpoint.folder}: there are files of {found} ranks, and it was saved with {name} "
-                f"{checkpoint.args[name]}"
+                f"{checkpoint.folder}: there are {what.format(found)}, and it was saved with {name} "
+                f"{checkpoint.args[name]!r}"
             )

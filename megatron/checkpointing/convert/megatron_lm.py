@@ -10,7 +10,7 @@ from megatron.base.compose import make_section
 from megatron.base.config import Config, flag_fields
 from megatron.checkpointing.convert import bert, gpt
 from megatron.checkpointing.convert.bert import classic_kind
-from megatron.checkpointing.convert.classic import WORDS, ClassicCheckpoint, layer_count, open_classic
+from megatron.checkpointing.convert.classic import WORDS, ClassicCheckpoint, open_classic
 from megatron.checkpointing.convert.classic_optimizer import ClassicOptimizer, read_optimizer
 from megatron.checkpointing.convert.deferred import Readable
 from megatron.checkpointing.convert.mapping import Rows, import_all
@@ -129,7 +129,7 @@ def model_config(
     if len(shapes[WORDS]) < 2:
         raise ValueError(f"{checkpoint.folder}: {WORDS} is {list(shapes[WORDS])}, and must be a matrix")
     values = {
-        "num_layers": sum(layer_count(checkpoint.files[p, 0].chunks[c]) for p, c in checkpoint.stages()),
+        "num_layers": checkpoint.num_layers,
         "hidden_size": shapes[WORDS][1],
         "num_attention_heads": _heads(checkpoint, told),
         "max_position_embeddings": shapes["embedding.position_embeddings.weight"][0],
