@@ -1,4 +1,4 @@
-"""Numbers, shapes and objects out of JSON that anybody may have written: what is none is refused."""
+"""Names, numbers, shapes and objects out of files that anybody may have written: what is none is refused."""
 
 import math
 import reprlib
@@ -7,6 +7,12 @@ from typing import Any
 # What 64 bits count, and more dimensions than any tensor has.
 _LARGEST_NUMBER = 2**63 - 1
 _MOST_DIMENSIONS = 64
+_LONGEST_NAME = 200
+
+
+def shown(name: str) -> str:
+    """A name as a sentence tells it: in one line, and not at any length."""
+    return name if name.isprintable() and len(name) <= _LONGEST_NAME else reprlib.repr(name)
 
 
 def whole_numbers(values: Any) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ def _word_pieces(directory: Path) -> str:
     """The type of the tokenizer whose `vocab.txt` is there: it lowers letters unless its description says no."""
     try:
         described = json.loads((directory / _DESCRIPTION).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         described = {}
     lowers = not isinstance(described, dict) or described.get("do_lower_case", True)
     return "BertWordPieceLowerCase" if lowers else "BertWordPieceCase"

@@ -74,10 +74,11 @@ def mistakes() -> Iterator[None]:
 
 
 def print_problems(error: Exception) -> None:
-    """Write the sentences of `error` to stderr, one a line."""
+    """Write the sentences of `error` to stderr, one a line; of what a file says no control character reaches it."""
     problems = problems_of(error) if isinstance(error, ValueError) else [str(error)]
     for problem in problems:
-        print(f"error: {problem}", file=sys.stderr, flush=True)
+        shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in problem)
+        print(f"error: {shown}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

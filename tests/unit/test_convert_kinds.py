@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.training.failure import print_problems
 from tests.harness.classic_files import Layout, write_classic
 from tests.unit.test_convert_classic import ARGS, CONFIG, convert, edited, random
 from tools import convert_checkpoint
@@ -30,9 +31,11 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "model": (lambda r: r.update(model=[torch.ones(2)]), "model is a list"),
     "model that is a tensor": (lambda r: r.update(model=torch.ones(2)), "model is a FileTensor"),
     "part of the model": (lambda r: r["model"].update(language_model=3), "language_model. is a int"),
-    "name": (lambda r: r["model"].update({3: torch.ones(2)}), "a name in model is a int"),
+    "name": (lambda r: r["model"].update({3: torch.ones(2)}), "model has a int as a name"),
     "name with a line": (lambda r: r["model"].update({"a\nb": torch.ones(2)}), "is no name of a tensor"),
     "same name": (lambda r: r["model"].update({"language_model.a": torch.ones(2), "a": torch.ones(2)}), "two tensors"),
+    "escape in a name": (lambda r: r["model"].update({"\x1b[2Ja\n": 3}), "'\\x1b[2Ja\\n.' is a int"),
+    "long name": (lambda r: r["model"].update({"a" * 10**6: torch.ones(2)}), "is no name of a tensor"),
     "dimensions": (lambda r: r["model"].update(a=torch.ones(1, 2, 3)), "must be a vector or a matrix"),
     "number for a tensor": (lambda r: r["model"].update(a=torch.tensor(1.0)), "must be a vector or a matrix"),
     "heads": (flag("num_attention_heads", "4"), "num_attention_heads is '4'"),
@@ -63,7 +66,12 @@ def test_wrong_kinds_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixt
     assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
     complaint = capsys.readouterr().err
     assert words in complaint and str(tmp_path / "theirs") in complaint
-    assert len(complaint.strip().splitlines()) == 1 and len(complaint) < 500
+    assert len(complaint.strip().splitlines()) == 1 and len(complaint) < 500 and complaint.strip().isprintable()
+
+
+def test_no_control_character_of_a_file_reaches_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    print_problems(ValueError("a\x1b[2J\ud800\nb ä"))
+    assert capsys.readouterr().err == "error: a\\x1b[2J\\ud800\nb ä\n"
 
 
 def test_a_folder_of_a_rank_far_away_is_no_long_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

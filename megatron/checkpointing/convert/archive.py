@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from megatron.checkpointing.checksum import CHUNK_BYTES, crc32
+from megatron.checkpointing.untrusted import shown
 
 # What stands before the bytes of an entry: mark, 22 bytes that the list at the end repeats, lengths of name and extra.
 _LOCAL = struct.Struct("<4s22xHH")
@@ -44,13 +45,13 @@ def read_archive(path: Path) -> dict[str, Place]:
 
 def _place(stream: IO[bytes], entry: zipfile.ZipInfo) -> Place:
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
-        raise ValueError(f"{entry.filename} is compressed")
+        raise ValueError(f"{shown(entry.filename)} is compressed")
     if entry.flag_bits & _ENCRYPTED:
-        raise ValueError(f"{entry.filename} is encrypted")
+        raise ValueError(f"{shown(entry.filename)} is encrypted")
     stream.seek(entry.header_offset)
     mark, name, extra = _LOCAL.unpack(stream.read(_LOCAL.size))
     if mark != MARK:
-        raise ValueError(f"{entry.filename} does not begin where the archive says")
+        raise ValueError(f"{shown(entry.filename)} does not begin where the archive says")
     return Place(entry.header_offset + _LOCAL.size + name + extra, entry.file_size, entry.CRC)
 
 
@@ -60,7 +61,7 @@ def _check_apart(places: Mapping[str, Place], end: int) -> None:
     behind = [place.begin for _, place in ordered[1:]] + [end]
     for (name, place), following in zip(ordered, behind, strict=True):
         if place.begin + place.size > following:
-            raise ValueError(f"{name} reaches into what follows it")
+            raise ValueError(f"{shown(name)} reaches into what follows it")
 
 
 def content_of(path: Path, place: Place) -> bytes:

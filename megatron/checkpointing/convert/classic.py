@@ -14,6 +14,7 @@ from megatron.checkpointing.convert.mapping import RowOrder, refuse_left_overs
 from megatron.checkpointing.convert.restricted import Namespace
 from megatron.checkpointing.convert.torch_files import FileTensor, read_torch_file
 from megatron.checkpointing.folders import LONGEST_TRACKER, TRACKER, none_there, read_whole
+from megatron.checkpointing.untrusted import shown
 
 _FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_([0-9]{2,})(?:_([0-9]{3,}))?")
@@ -218,7 +219,7 @@ def _chunk(model: Any, path: Path) -> dict[str, FileTensor]:
     found: dict[str, FileTensor] = {}
     for name, tensor in _flat(model, path):
         if name in found:
-            raise ValueError(f"{path}: two tensors have the name {name}")
+            raise ValueError(f"{path}: two tensors have the name {shown(name)}")
         found[name] = tensor
     try:
         check_tensors(found)
@@ -230,11 +231,12 @@ def _chunk(model: Any, path: Path) -> dict[str, FileTensor]:
 
 def _flat(model: Any, path: Path, prefix: str = "") -> Iterator[tuple[str, FileTensor]]:
     """The tensors of a nested model by one name each, as the newer versions spell it."""
+    where = f"{path}: {shown(prefix) or 'model'}"
     if not isinstance(model, dict):
-        raise ValueError(f"{path}: {prefix or 'model'} is a {type(model).__name__} where tensors by name are expected")
+        raise ValueError(f"{where} is a {type(model).__name__} where tensors by name are expected")
     for key, value in model.items():
         if not isinstance(key, str):
-            raise ValueError(f"{path}: a name in {prefix or 'model'} is a {type(key).__name__}, and must be text")
+            raise ValueError(f"{where} has a {type(key).__name__} as a name, which must be text")
         name = f"{prefix}{key}"
         if isinstance(value, FileTensor):
             yield _modern(name), value

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from megatron.checkpointing.convert.classic import COPY, ClassicCheckpoint, Clas
 from megatron.checkpointing.convert.deferred import Deferred, Readable
 from megatron.checkpointing.convert.kinds import check_optimizer
 from megatron.checkpointing.convert.torch_files import FileTensor
+from megatron.checkpointing.untrusted import shown
 
 _MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 _INNER = ("optimizer", "optimizer_state_dict")
@@ -101,7 +101,7 @@ def _read_file(file: ClassicFile, steps: set[int]) -> dict[str, list[dict[str, F
     kinds = {kind for state in of_parameter for kind in state}
     unknown = kinds - {*_KINDS, _MASTER}
     if unknown or any(state.keys() != kinds for state in of_parameter):
-        named = ", ".join(name if name.isprintable() else reprlib.repr(name) for name in sorted(unknown))
+        named = ", ".join(map(shown, sorted(unknown)))
         raise ValueError(f"its state is not understood: {named or 'some parameters lack a part'}")
     found: dict[str, list[dict[str, FileTensor]]] = {kind: [{} for _ in file.chunks] for kind in kinds}
     for (chunk, name), state in zip(_places(file, of_parameter), of_parameter, strict=True):

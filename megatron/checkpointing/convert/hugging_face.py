@@ -21,6 +21,7 @@ from megatron.checkpointing.convert.megatron_lm import Told, own_defaults, with_
 from megatron.checkpointing.convert.safetensors_files import read_safetensors, write_safetensors
 from megatron.checkpointing.convert.torch_files import read_torch_file
 from megatron.checkpointing.convert.transfer import Transfer, table_of
+from megatron.checkpointing.folders import read_whole
 from megatron.checkpointing.index import dtype_name
 from megatron.model import TransformerConfig
 
@@ -74,12 +75,9 @@ def from_hugging_face(directory: Path, told: Told) -> Transfer:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    text = read_whole(path, _LARGEST_JSON)
     try:
-        if path.stat().st_size > _LARGEST_JSON:
-            raise ValueError(f"it has {path.stat().st_size} bytes, and at most {_LARGEST_JSON} are read")
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path}: the file is missing") from None
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: it cannot be read ({error})") from error
     if not isinstance(content, dict):

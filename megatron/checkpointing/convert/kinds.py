@@ -12,6 +12,7 @@ from megatron.checkpointing.convert.deferred import Readable
 from megatron.checkpointing.convert.restricted import Inert, Namespace
 from megatron.checkpointing.convert.safetensors_files import StoredArray
 from megatron.checkpointing.convert.torch_files import FileTensor
+from megatron.checkpointing.untrusted import shown
 from megatron.model import TransformerConfig
 
 # More than any size or count of a model or a run.
@@ -97,7 +98,7 @@ def _check_state(number: Any, kind: Any, value: Any) -> None:
 def check_tensors(tensors: Any) -> None:
     """Raise ValueError unless they are tensors by name, and nothing else."""
     for name, tensor in _expect(tensors, dict, "it", "a dict of tensors").items():
-        if not isinstance(name, str) or not name.isprintable():
+        if not isinstance(name, str) or shown(name) != name:
             raise ValueError(f"{reprlib.repr(name)} is no name of a tensor")
         _expect(tensor, FileTensor | StoredArray, name, "a tensor")
 

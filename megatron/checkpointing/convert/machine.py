@@ -9,6 +9,8 @@ import pickletools
 from collections.abc import Callable, Iterable, Sequence
 from typing import IO, Any
 
+from megatron.checkpointing.untrusted import shown
+
 _COPIED = (str, bytes, bytearray, tuple, list, dict)
 _MOST_BITS = 512  # of a whole number
 _MOST_NESTED = 100
@@ -38,7 +40,7 @@ class Inert:
         """Nothing is kept of the attributes that the pickle gives it."""
 
     def __repr__(self) -> str:
-        return f"<{self.name}, not rebuilt>"
+        return f"<{shown(self.name)}, not rebuilt>"
 
 
 class StandIn:

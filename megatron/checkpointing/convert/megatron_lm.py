@@ -1,7 +1,6 @@
 """From a classic checkpoint of Megatron-LM to a `Transfer`: what its flags say, weights, optimizer and progress."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -207,10 +206,6 @@ def saved_sections(args: Mapping[str, Any], sections: Mapping[str, type[Config]]
 
 
 def _is_plain(value: Any) -> bool:
-    if value is None:
-        return False
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
+    """Whether it is what a flag is given as: a number, text of one line, or a list of such."""
+    entries = value if isinstance(value, list | tuple) else [value]
+    return all(isinstance(entry, int | float) or (isinstance(entry, str) and entry.isprintable()) for entry in entries)
