@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 
 class Rectangle(NamedTuple):
@@ -11,6 +11,11 @@ class Rectangle(NamedTuple):
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Self:
+        """All of a tensor of `shape`."""
+        return cls((0,) * len(shape), tuple(shape))
 
     @property
     def size(self) -> int:

@@ -227,5 +227,5 @@ def _read_own(reader: PieceReader, folder: Path, index: Index, rank: int) -> dic
     own = {}
     for name, stored in index.contents.rank_tensors[rank].items():
         own[name] = torch.empty(stored.shape, dtype=dtype_of(stored.dtype))
-        reader.read([(stored, [(Rectangle((0,) * len(stored.shape), stored.shape), own[name])])])
+        reader.read([(stored, [(Rectangle.whole(stored.shape), own[name])])])
     return own

@@ -125,7 +125,7 @@ def _own_part(tensors: Placed, first: bool) -> list[_Part]:
 def _whole(name: str, tensor: Tensor) -> _Part:
     """A tensor that is one piece."""
     shape = tuple(tensor.shape)
-    piece = NewPiece(name, Rectangle((0,) * len(shape), shape), tensor)
+    piece = NewPiece(name, Rectangle.whole(shape), tensor)
     return StoredTensor(name, dtype_name(tensor.dtype), shape, ()), [piece] if piece.rectangle.size else []
 
 

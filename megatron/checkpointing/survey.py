@@ -54,7 +54,7 @@ class Survey:
         stored = self.tensors[name]
         values = torch.empty(stored.shape, dtype=dtype_of(stored.dtype))
         with PieceReader(self.folder, self.index.block_bytes) as reader:
-            reader.read([(stored, [(Rectangle((0,) * len(stored.shape), stored.shape), values)])])
+            reader.read([(stored, [(Rectangle.whole(stored.shape), values)])])
         return values
 
 

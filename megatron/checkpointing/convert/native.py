@@ -141,7 +141,7 @@ def _batches(tensors: Mapping[str, Readable]) -> Iterator[list[NewPiece]]:
     size = 0
     for name, tensor in tensors.items():
         size += math.prod(tensor.shape) * tensor.dtype.itemsize
-        batch.append(NewPiece(name, Rectangle((0,) * len(tensor.shape), tensor.shape), tensor.read()))
+        batch.append(NewPiece(name, Rectangle.whole(tensor.shape), tensor.read()))
         if size >= FILE_BYTES:
             yield batch
             batch, size = [], 0
