@@ -21,6 +21,7 @@ from megatron.checkpointing.errors import DamageError
 from megatron.checkpointing.folders import complete_iterations, leftovers
 from megatron.checkpointing.index import StoredTensor, dtype_of
 from megatron.checkpointing.survey import Survey, differences
+from megatron.optimizer.state import OPTIMIZER_STATE
 from megatron.training.arguments import Parser, add_config_flags, config_from_namespace
 from megatron.training.failure import print_problems
 
@@ -66,7 +67,7 @@ def in_words(values: Any) -> str:
 def summary(directory: Path, survey: Survey) -> list[str]:
     """What the checkpoint is, and what else is in the folder."""
     contents = survey.index.contents
-    weights = [t for t in contents.tensors.values() if not t.name.startswith("optimizer.")]
+    weights = [t for t in contents.tensors.values() if not t.name.startswith(OPTIMIZER_STATE)]
     own = [tensor for tensors in contents.rank_tensors.values() for tensor in tensors.values()]
     found = [str(number) for number in complete_iterations(directory)]
     lines = [

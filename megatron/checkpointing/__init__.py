@@ -1,7 +1,7 @@
 """Checkpointing room: what a checkpoint holds, how it is stored, saved and loaded at any layout."""
 
 from megatron.checkpointing.background import BackgroundSaver
-from megatron.checkpointing.choice import iterations_to_try, load_first_whole, names_to_skip, other_choice
+from megatron.checkpointing.choice import iterations_to_try, load_first_whole, other_choice
 from megatron.checkpointing.config import CheckpointConfig, iterations_to_load
 from megatron.checkpointing.errors import DamageError, SaveError
 from megatron.checkpointing.load import LoadedState, load_checkpoint, read_state
@@ -23,7 +23,6 @@ __all__ = [
     "iterations_to_try",
     "load_checkpoint",
     "load_first_whole",
-    "names_to_skip",
     "other_choice",
     "read_state",
     "save_checkpoint",

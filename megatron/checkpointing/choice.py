@@ -1,4 +1,4 @@
-"""Which checkpoint a run starts from, what of it, and where to turn when it is damaged."""
+"""Which checkpoint a run starts from, and where to turn when it is damaged."""
 
 import logging
 import os
@@ -12,11 +12,6 @@ from megatron.checkpointing.folders import complete_iterations, tracked_iteratio
 _logger = logging.getLogger(__name__)
 
 Loaded = TypeVar("Loaded")
-
-
-def names_to_skip(*, finetune: bool, no_load_optim: bool) -> tuple[str, ...]:
-    """The beginnings of the names that these flags leave unread: those of the optimizer's state."""
-    return ("optimizer.",) if finetune or no_load_optim else ()
 
 
 def iterations_to_try(

@@ -9,6 +9,7 @@ from megatron.base.files import folder_problem
 from megatron.checkpointing.choice import iterations_to_try, other_choice
 from megatron.checkpointing.errors import DamageError
 from megatron.checkpointing.folders import complete_iterations, none_there, saved_iterations, whole_folder
+from megatron.optimizer.state import OPTIMIZER_STATE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,11 @@ class CheckpointConfig(Config):
     def loads_optimizer(self) -> bool:
         """Whether the optimizer's state is taken from the checkpoint to load."""
         return self.load_optim and not self.finetune
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """The beginnings of the names that are left unread of the checkpoint to load."""
+        return () if self.loads_optimizer else (OPTIMIZER_STATE,)
 
     def input_problems(self) -> list[str]:
         """What is wrong with the folder to save to and with the checkpoint to load, as far as finding it tells."""

@@ -12,6 +12,9 @@ from megatron.optimizer.placement import FlatSharding
 from megatron.optimizer.segments import Range
 from megatron.optimizer.updates import BucketUpdate, main_dtype
 
+# How the names of all that an optimizer keeps begin; no parameter's name does.
+OPTIMIZER_STATE = "optimizer."
+
 PlacedState = dict[str, tuple[Tensor, Sharding | FlatSharding]]
 
 
@@ -31,7 +34,7 @@ def state_tensors(
             for slot in update.bucket.layout.slots:
                 if slot.name not in parameters:
                     continue
-                name, part = f"optimizer.{kind}.{slot.name}", parts.get(slot.name, Range(0, 0))
+                name, part = f"{OPTIMIZER_STATE}{kind}.{slot.name}", parts.get(slot.name, Range(0, 0))
                 tensor = held[slot.name] if part.size else torch.empty(0, dtype=update.dtype)
                 sharding = dataclasses.replace(shardings[slot.name], name=name)
                 shape = tuple(parameters[slot.name].shape)

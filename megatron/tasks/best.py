@@ -9,6 +9,7 @@ from megatron import mpu
 from megatron.checkpointing import SaveError, iterations_to_load, read_state, save_checkpoint
 from megatron.checkpointing.config import same_folder
 from megatron.checkpointing.folders import TRACKER, saved_iterations
+from megatron.optimizer.state import OPTIMIZER_STATE
 from megatron.tasks.config import FinetuneConfig
 from megatron.tasks.predictions import Count, Prediction, count_correct, write_predictions
 from megatron.training.run import Run
@@ -74,7 +75,7 @@ class Best:
     def _save(self, run: Run, folder: str, epoch: int, count: Count) -> None:
         trainee = run.trainee
         self._left_alone.discard(trainee.state.iteration)
-        weights = {name: held for name, held in trainee.written().items() if not name.startswith("optimizer.")}
+        weights = {name: held for name, held in trainee.written().items() if not name.startswith(OPTIMIZER_STATE)}
         state = {
             "model": model_signature(trainee.model),
             "config": dataclasses.asdict(run.config),

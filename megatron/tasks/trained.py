@@ -16,6 +16,7 @@ from megatron.base.stages import StagePart
 from megatron.checkpointing import load_checkpoint, read_state
 from megatron.checkpointing.convert import Transfer
 from megatron.model import GPTModel, TransformerConfig
+from megatron.optimizer.state import OPTIMIZER_STATE
 from megatron.pipeline import PipelineConfig
 from megatron.tasks.hugging_face import fill, is_hugging_face, open_folder
 from megatron.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
@@ -202,7 +203,7 @@ def load_gpt(
             rank=torch.distributed.get_rank(),
             layout=layout(),
             iteration=iteration,
-            skip=("optimizer.",),
+            skip=(OPTIMIZER_STATE,),
             world_size=torch.distributed.get_world_size(),
         )
     return model.to(dtype or torch.promote_types(stored.dtype, torch.float32)).eval()

@@ -6,16 +6,16 @@ from typing import Any
 from megatron.checkpointing import Placed
 from megatron.mpu.sharding import Sharding
 from megatron.optimizer.placement import FlatSharding
+from megatron.optimizer.state import OPTIMIZER_STATE
 from megatron.optimizer.updates import MASTER_WEIGHT
 
-_OPTIMIZER = "optimizer."
-_MASTER = f"{_OPTIMIZER}{MASTER_WEIGHT}."
+_MASTER = f"{OPTIMIZER_STATE}{MASTER_WEIGHT}."
 
 
 def has_weights_alone(wanted: Placed, stored: Mapping[str, Any]) -> bool:
     """Whether no state of an optimizer is `stored`, by name, although moments are `wanted`."""
-    moments = [name for name in wanted if name.startswith(_OPTIMIZER) and not name.startswith(_MASTER)]
-    return bool(moments) and not any(name.startswith(_OPTIMIZER) for name in stored)
+    moments = [name for name in wanted if name.startswith(OPTIMIZER_STATE) and not name.startswith(_MASTER)]
+    return bool(moments) and not any(name.startswith(OPTIMIZER_STATE) for name in stored)
 
 
 def across_formats(wanted: Placed, stored: Mapping[str, Any]) -> Placed:

@@ -13,7 +13,6 @@ from megatron.checkpointing import (
     iterations_to_load,
     load_checkpoint,
     load_first_whole,
-    names_to_skip,
     other_choice,
 )
 from megatron.checkpointing.index import StoredTensor
@@ -67,7 +66,6 @@ class _Restoring:
         self._directory = config.checkpoint.load or ""
         batch, training = config.batch_schedule(world.size).global_batch_size, config.training
         self._schedule = config.schedule.resolve(batch, training.train_iters, training.train_samples)
-        self._skipped = names_to_skip(finetune=self._choice.finetune, no_load_optim=not self._choice.load_optim)
         self._problems: list[str] = []  # of the checkpoint that was looked at last
 
     def restore(self) -> Resumed:
@@ -99,7 +97,7 @@ class _Restoring:
             rank=self._world.rank,
             layout=layout(),
             iteration=iteration,
-            skip=self._skipped,
+            skip=self._choice.unread,
             cast=True,
             world_size=self._world.size,
         )
@@ -111,7 +109,7 @@ class _Restoring:
         wanted = self._trainee.tensors()
         if self._choice.loads_optimizer:
             return across_formats(wanted, stored)
-        return {name: held for name, held in wanted.items() if not name.startswith(self._skipped)}
+        return {name: held for name, held in wanted.items() if not name.startswith(self._choice.unread)}
 
     def _misfits(self, state: dict[str, Any], stored: Mapping[str, StoredTensor]) -> list[str]:
         choice, directory = self._choice, self._directory

@@ -1,4 +1,4 @@
-"""Which checkpoint is loaded when the newest is damaged, what of it, and which ones are kept."""
+"""Which checkpoint is loaded when the newest is damaged, and which ones are kept."""
 
 import os
 import shutil
@@ -15,7 +15,6 @@ from megatron.checkpointing import (
     iterations_to_try,
     load_checkpoint,
     load_first_whole,
-    names_to_skip,
     other_choice,
     save_checkpoint,
 )
@@ -127,12 +126,6 @@ def test_nothing_there(tmp_path: Path) -> None:
     (tmp_path / TRACKER).write_text("x")
     with pytest.raises(DamageError, match="it must hold the number"):
         iterations_to_try(tmp_path, fallback=True)
-
-
-def test_names_to_skip() -> None:
-    assert names_to_skip(finetune=False, no_load_optim=False) == ()
-    assert names_to_skip(finetune=True, no_load_optim=False) == names_to_skip(finetune=False, no_load_optim=True)
-    assert names_to_skip(finetune=True, no_load_optim=True) == ("optimizer.",)
 
 
 def iterations(directory: Path) -> list[int]:

@@ -56,6 +56,12 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize("values", [{}, {"finetune": True}, {"load_optim": False}])
+def test_what_is_left_unread(values: dict[str, bool]) -> None:
+    config = CheckpointConfig(load="x", **values)  # type: ignore[arg-type]
+    assert config.loads_optimizer == (not values) and config.unread == (("optimizer.",) if values else ())
+
+
 def test_nothing_to_load() -> None:
     assert iterations_to_load(CheckpointConfig()) == []
 

@@ -14,8 +14,9 @@ from megatron.checkpointing.convert.classic_optimizer import ClassicOptimizer, r
 from megatron.checkpointing.convert.deferred import Readable
 from megatron.checkpointing.convert.mapping import Rows, import_all
 from megatron.checkpointing.convert.models import ModelKind
-from megatron.checkpointing.convert.transfer import OPTIMIZER, Transfer, table_of
+from megatron.checkpointing.convert.transfer import Transfer, table_of
 from megatron.model import TransformerConfig
+from megatron.optimizer.state import OPTIMIZER_STATE
 
 # Sections of a run's config that say how it was laid out, stored or logged, which does not matter any more.
 _LEFT_BEHIND = ("distributed", "pipeline", "recompute", "checkpoint", "logging", "tokenizer", "model")
@@ -83,8 +84,8 @@ def from_classic(directory: Path, told: Told, sections: Sections) -> Transfer:
     table = table_of(entries, weights, rows)
     if optimizer is not None:
         for part, pieces in sorted(optimizer.tensors.items()):
-            tensors |= import_all(entries, pieces, rows, f"{OPTIMIZER}{part}.")
-            table.append(f"{len(pieces):3d} x {part} of the optimizer, as the parameters -> {OPTIMIZER}{part}.*")
+            tensors |= import_all(entries, pieces, rows, f"{OPTIMIZER_STATE}{part}.")
+            table.append(f"{len(pieces):3d} x {part} of the optimizer, as the parameters -> {OPTIMIZER_STATE}{part}.*")
     progress = _progress(checkpoint, optimizer, notes)
     return Transfer(
         config,

@@ -18,7 +18,7 @@ from megatron.checkpointing.checksum import crc32
 from megatron.checkpointing.convert.deferred import Deferred, Readable
 from megatron.checkpointing.convert.kinds import transformer_config
 from megatron.checkpointing.convert.models import ModelKind, outputs
-from megatron.checkpointing.convert.transfer import OPTIMIZER, Transfer
+from megatron.checkpointing.convert.transfer import Transfer
 from megatron.checkpointing.errors import DamageError
 from megatron.checkpointing.folders import (
     INDEX,
@@ -47,6 +47,7 @@ from megatron.checkpointing.untrusted import shape_of
 from megatron.checkpointing.values import to_json
 from megatron.checkpointing.writer import NewPiece, write_pieces
 from megatron.mpu.sharding import parameter_shardings
+from megatron.optimizer.state import OPTIMIZER_STATE
 
 # Tensors are written to one file until it has this many bytes.
 FILE_BYTES = 256 * 2**20
@@ -182,5 +183,5 @@ def native_logits(directory: Path, tokens: Tensor, step: int | None = None, dtyp
     model = transfer.model().to_empty(device="cpu")
     shardings = parameter_shardings(model)
     tensors = {name: (parameter.detach(), shardings[name]) for name, parameter in model.named_parameters()}
-    load_checkpoint(directory, tensors, rank=0, layout={}, iteration=transfer.iteration, skip=(OPTIMIZER,))
+    load_checkpoint(directory, tensors, rank=0, layout={}, iteration=transfer.iteration, skip=(OPTIMIZER_STATE,))
     return outputs(model.to(dtype or transfer.dtype).float().eval(), tokens)

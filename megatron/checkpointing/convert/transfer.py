@@ -12,8 +12,8 @@ from megatron.checkpointing.convert.mapping import Entry, Rows, refuse_left_over
 from megatron.checkpointing.convert.models import GPT, ModelKind
 from megatron.model import BertEncoder, GPTModel, TransformerConfig
 from megatron.mpu.sharding import parameter_shardings
+from megatron.optimizer.state import OPTIMIZER_STATE
 
-OPTIMIZER = "optimizer."
 _OF_TOKENS = ("embedding.word_embeddings.weight", "output_layer.weight", "lm_head.weight", "lm_head.bias")
 
 
@@ -47,7 +47,7 @@ class Transfer:
     @property
     def weights(self) -> dict[str, Readable]:
         """The tensors that are not the optimizer's."""
-        return {name: tensor for name, tensor in self.tensors.items() if not name.startswith(OPTIMIZER)}
+        return {name: tensor for name, tensor in self.tensors.items() if not name.startswith(OPTIMIZER_STATE)}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,8 +65,8 @@ class Transfer:
         """Raise ValueError unless the tensors are exactly those of the model, in its shapes."""
         shapes = {name: sharding.global_shape for name, sharding in parameter_shardings(self.model()).items()}
         refuse_left_overs(self.weights, shapes, "of the source")
-        kinds = {name.split(".")[1] for name in self.tensors if name.startswith(OPTIMIZER)}
-        of_state = {f"{OPTIMIZER}{kind}.{name}": shape for kind in kinds for name, shape in shapes.items()}
+        kinds = {name.split(".")[1] for name in self.tensors if name.startswith(OPTIMIZER_STATE)}
+        of_state = {f"{OPTIMIZER_STATE}{kind}.{name}": shape for kind in kinds for name, shape in shapes.items()}
         refuse_left_overs(self.tensors, shapes | of_state, "of the source")
         for name, shape in (shapes | of_state).items():
             if self.tensors[name].shape != tuple(shape):
