@@ -19,7 +19,7 @@ from megatron.model import BertModel, BertOutput, Chunk, build_bert
 from megatron.tokenizer import build_tokenizer
 from megatron.training.arguments import parse_composed
 from megatron.training.bert import BertRunConfig, vocabulary_ids
-from megatron.training.failure import mistakes, user_errors
+from megatron.training.failure import TRAINING_LOST, mistakes, user_errors
 from megatron.training.flops import flops_per_sample
 from megatron.training.launcher import local_rank
 from megatron.training.loop import pretrain
@@ -111,7 +111,7 @@ def train(config: BertRunConfig, observers: Sequence[Observer] = ()) -> Trainee:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the flags and train; the user's mistakes end it with exit code 2 and a sentence for each."""
-    with user_errors():
+    with user_errors(TRAINING_LOST):
         train(parse_composed(BertRunConfig, argv, prog="pretrain_bert.py"))
 
 

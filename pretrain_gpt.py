@@ -17,7 +17,7 @@ from megatron.model import Chunk, GPTModel, build_gpt
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.arguments import parse_composed
 from megatron.training.config import RunConfig
-from megatron.training.failure import mistakes, user_errors
+from megatron.training.failure import TRAINING_LOST, mistakes, user_errors
 from megatron.training.flops import flops_per_sample
 from megatron.training.launcher import local_rank
 from megatron.training.loop import pretrain
@@ -87,7 +87,7 @@ def train(config: RunConfig, observers: Sequence[Observer] = ()) -> Trainee:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the flags and train; the user's mistakes end it with exit code 2 and a sentence for each."""
-    with user_errors():
+    with user_errors(TRAINING_LOST):
         train(parse_composed(RunConfig, argv, prog="pretrain_gpt.py"))
 
 

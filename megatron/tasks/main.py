@@ -12,7 +12,7 @@ from megatron.tasks.finetune import finetune
 from megatron.tasks.trained import parse_request
 from megatron.tasks.zero_shot import ZERO_SHOT_TASKS, ZeroShotRequest, evaluate
 from megatron.training.arguments import Parser, parse_composed, with_config_file
-from megatron.training.failure import user_errors
+from megatron.training.failure import TRAINING_LOST, user_errors
 
 _PROG = "megatron.tasks.main"
 
@@ -23,8 +23,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         task = _task(list(sys.argv[1:] if argv is None else argv))
         if task in ZERO_SHOT_TASKS:
             evaluate(parse_request(ZeroShotRequest, argv, prog=_PROG))
-        else:
-            finetune(parse_composed(FinetuneConfig, argv, prog=_PROG))
+            return
+    with user_errors(TRAINING_LOST):
+        finetune(parse_composed(FinetuneConfig, argv, prog=_PROG))
 
 
 def _task(words: list[str]) -> str | None:

@@ -28,12 +28,17 @@ class Store(Protocol):
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
+# What Ctrl-C costs a program that trains.
+TRAINING_LOST = "what was done since the last checkpoint is lost"
+
+
 @contextlib.contextmanager
-def user_errors() -> Iterator[None]:
+def user_errors(lost: str = "") -> Iterator[None]:
     """Turn a `ValueError` or `OSError` inside the block into its sentences on stderr and exit code 2; Ctrl-C into 130.
 
     For the part of a run before any process group exists, where mostly every rank sees the same mistake. Under a
     launcher the first rank of each node speaks and the launcher ends the others, which wait for that before they speak.
+    `lost` says what Ctrl-C costs, such as `TRAINING_LOST`; nothing if empty.
     """
     try:
         yield
@@ -44,7 +49,7 @@ def user_errors() -> Iterator[None]:
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         if speaks_for_node():
-            print("interrupted: what was done since the last checkpoint is lost", file=sys.stderr, flush=True)
+            print(": ".join(filter(None, ("interrupted", lost))), file=sys.stderr, flush=True)
         raise SystemExit(130) from None
 
 

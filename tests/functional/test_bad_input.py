@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -9,12 +10,14 @@ import pytest
 import pretrain_gpt
 from megatron.base.complaints import ConfigError
 from megatron.data.indexed import IndexedWriter
+from megatron.tasks import main
 from megatron.tokenizer.null import NullTokenizer
 from megatron.training.arguments import parse_composed
 from megatron.training.config import RunConfig
 from megatron.training.failure import user_errors
 from megatron.training.loop import pretrain
 from tests.harness.runs import complaints, flags, write_documents
+from tools import generate_text
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +200,35 @@ def test_a_run_that_is_beyond_its_end(capsys: pytest.CaptureFixture[str], data_p
     assert len(told) == 1
     assert "give the batch size of the checkpoint (about 8)" in told[0]
     assert not metrics.exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "asks", "words", "loses"),
+    [
+        (pretrain_gpt, "train", [], True),
+        (main, "finetune", ["--task", "RACE"], True),
+        (main, "evaluate", ["--task", "LAMBADA"], False),
+        (generate_text, "run", [], False),
+    ],
+)
+def test_ctrl_c_says_what_is_lost_where_something_is(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    program: ModuleType,
+    asks: str,
+    words: list[str],
+    loses: bool,
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("parse_composed", "parse_request"):
+        monkeypatch.setattr(program, name, lambda *_, **__: None, raising=False)
+    monkeypatch.setattr(program, asks, interrupt)
+    with pytest.raises(SystemExit) as caught:
+        program.main(words)
+    lost = ": what was done since the last checkpoint is lost" if loses else ""
+    assert caught.value.code == 130 and capsys.readouterr().err == f"interrupted{lost}\n"
 
 
 def test_an_error_of_the_program_keeps_its_traceback(capsys: pytest.CaptureFixture[str], data_path: str) -> None:
