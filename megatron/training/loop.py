@@ -10,30 +10,26 @@ from torch import distributed as dist
 
 from megatron import mpu
 from megatron.training.config import BatchSizes, RunConfig
-from megatron.training.data_facts import DataFacts
 from megatron.training.failure import mistakes
 from megatron.training.leaving import Reason, leaving_together, words_on
 from megatron.training.losses import NonFiniteLoss
 from megatron.training.observers import Audience, Metrics, Observer
 from megatron.training.pipeline import Batch, ForwardStep
-from megatron.training.resuming import restore
 from megatron.training.run import (
     SPLITS,
     DatasetProvider,
     Evaluator,
     ModelProvider,
     Run,
+    Work,
     check_lengths,
-    check_precision,
-    check_progress,
-    check_vocabulary,
     first_evaluated,
     sample_counts,
 )
-from megatron.training.saving import not_gone_on_from, run_saver, save
+from megatron.training.saving import run_saver, save
 from megatron.training.setup import World, distributed_world, world_size
-from megatron.training.start import description, new_model, new_optimizer, new_pipeline, open_outputs
-from megatron.training.state import RunState, Trainee
+from megatron.training.start import Start, description, open_outputs, started
+from megatron.training.state import Trainee
 from megatron.training.step import Step, evaluate, train_step
 from megatron.training.throughput import Interval, memory_gib
 from megatron.training.timers import Timers
@@ -82,43 +78,49 @@ def pretrain(
     error on one ends all with its message (`training.failure`).
     """
     began = time.monotonic()
+    flops = (flops_per_sample, hardware_flops_per_sample)
+    work = Work(model_provider, dataset_provider, forward_step, vocab_size, flops, evaluator, loss_parts)
     with mistakes():
         counts = sample_counts(config, world_size())
-        datasets = dataset_provider(counts)
+        datasets = work.dataset_provider(counts)
         check_lengths(datasets, counts)
     pipeline_size, virtual_size = config.pipeline.pipeline_model_parallel_size, config.layer_split().virtual_size
     with distributed_world(config.distributed, config.training.seed, pipeline_size, virtual_size) as world:
+        start = started(config, work, world, datasets, counts)
         with mistakes():
-            check_precision(config, world)
-            check_vocabulary(datasets, vocab_size, world)
-        model = new_model(config, model_provider, world)
-        with mistakes():
-            pipeline = new_pipeline(config, model, world)
-        trainee = Trainee(model, new_optimizer(config, model, world), RunState())
-        with mistakes():
-            messages = [line for d in datasets for line in getattr(d, "report", list)()]
-            data = DataFacts.of_run(config, world.size, counts[0], datasets)
-            resumed = restore(trainee, config, world, data)
-            messages += [*resumed.messages, *not_gone_on_from(config, trainee.state)]
-            check_progress(config, trainee.state, world.size)
             # Nothing is written before this line: whatever is wrong has been told by now.
             audience = Audience(open_outputs(config, observers) if world.reports else [])
-        state, flops = trainee.state, (flops_per_sample, hardware_flops_per_sample)
-        end = config.iterations(world.size, state.iteration, state.consumed_samples)
-        timers = Timers(world.device) if config.logging.timing_log_level else None
-        with contextlib.ExitStack() as stack:
-            stack.callback(audience.on_end)
-            saver = stack.enter_context(run_saver(config, world, state, audience.on_message))
-            leaving = stack.enter_context(leaving_together(config, world, began))
-            parts = (config, world, trainee, pipeline, datasets, forward_step)
-            run = Run(
-                *parts, end, resumed.schedule, data, flops, audience, saver, leaving, timers, evaluator, loss_parts
-            )
+        with _running(config, work, world, start, audience, began) as run:
             audience.on_start(description(run))
-            for message in messages:
+            for message in start.messages:
                 audience.on_message(message)
             _train(run)
-    return trainee
+    return start.trainee
+
+
+@contextlib.contextmanager
+def _running(
+    config: RunConfig, work: Work, world: World, start: Start, audience: Audience, began: float
+) -> Iterator[Run]:
+    """The run, which saves and listens to signals inside the block, and whose audience hears of its end."""
+    state = start.trainee.state
+    with contextlib.ExitStack() as stack:
+        stack.callback(audience.on_end)
+        yield Run(
+            config=config,
+            world=world,
+            trainee=start.trainee,
+            pipeline=start.pipeline,
+            datasets=start.datasets,
+            work=work,
+            train_iters=config.iterations(world.size, state.iteration, state.consumed_samples),
+            schedule=start.schedule,
+            data=start.data,
+            audience=audience,
+            saver=stack.enter_context(run_saver(config, world, state, audience.on_message)),
+            leaving=stack.enter_context(leaving_together(config, world, began)),
+            timers=Timers(world.device) if config.logging.timing_log_level else None,
+        )
 
 
 def _train(run: Run) -> None:
@@ -199,7 +201,7 @@ def _step(run: Run, batches: Iterator[Batch], lr: float, sizes: BatchSizes) -> S
             run.pipeline,
             run.trainee.optimizer,
             batches,
-            run.forward_step,
+            run.work.forward_step,
             num_micro_batches=sizes.num_micro_batches,
             lr=lr,
             normalization=run.config.training.loss_normalization,
@@ -207,7 +209,7 @@ def _step(run: Run, batches: Iterator[Batch], lr: float, sizes: BatchSizes) -> S
             check_loss=run.config.training.check_for_nan_in_loss,
             timers=run.timers,
             after_backward=run.leaving.ask,
-            loss_parts=run.loss_parts,
+            loss_parts=run.work.loss_parts,
         )
     except NonFiniteLoss as error:
         raise FloatingPointError(f"iteration {iteration}: {run.words_on(error)}") from None
@@ -225,7 +227,7 @@ def _evaluate(run: Run, split: str, first: int | None = None) -> None:
     They begin with the sample `first`, by default that of an evaluation after the present iteration.
     """
     run.trainee.optimizer.wait_for_parameters()
-    metrics = _loss_on(run, split, first) if run.evaluator is None else run.evaluator(run, split)
+    metrics = _loss_on(run, split, first) if run.work.evaluator is None else run.work.evaluator(run, split)
     if metrics is None:
         return
     if split == "validation":
@@ -242,14 +244,14 @@ def _loss_on(run: Run, split: str, first: int | None) -> Metrics | None:
     loss = evaluate(
         run.pipeline,
         run.batches(dataset, first, first + config.eval_iters * sizes.global_batch_size),
-        run.forward_step,
+        run.work.forward_step,
         num_micro_batches=sizes.num_micro_batches,
         global_batches=config.eval_iters,
         normalization=config.loss_normalization,
-        loss_parts=run.loss_parts,
+        loss_parts=run.work.loss_parts,
     ).means()
     # Of several losses the first is that of the tokens.
-    of_tokens = loss[run.loss_parts[0] if run.loss_parts else "loss"]
+    of_tokens = loss[run.work.loss_parts[0] if run.work.loss_parts else "loss"]
     return {**loss, "perplexity": math.exp(min(of_tokens, _HIGHEST_EXPONENT))}
 
 

@@ -52,12 +52,27 @@ SPLITS = ("training", "validation", "test")
 
 
 @dataclasses.dataclass(frozen=True)
+class Work:
+    """What a program trains, as it tells `pretrain`, which says what these are.
+
+    `flops_per_sample` are the model's and the executed ones, where they are known.
+    """
+
+    model_provider: ModelProvider
+    dataset_provider: DatasetProvider
+    forward_step: ForwardStep
+    vocab_size: int
+    flops_per_sample: tuple[float | None, float | None] = (None, None)
+    evaluator: Evaluator | None = None
+    loss_parts: Sequence[str] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Run:
     """Everything that the loop holds while it goes on; what moves is in `trainee`.
 
     `train_iters` is the iteration at which it ends; `schedule` is that of the flags or of the checkpoint; `data` says
-    which samples it sees; `flops_per_sample` are the model's and the executed ones, where they are known; `evaluator`
-    evaluates in place of the loop.
+    which samples it sees.
     """
 
     config: RunConfig
@@ -65,17 +80,14 @@ class Run:
     trainee: Trainee
     pipeline: Pipeline
     datasets: Datasets
-    forward_step: ForwardStep
+    work: Work
     train_iters: int
     schedule: Schedule
     data: DataFacts
-    flops_per_sample: tuple[float | None, float | None]
     audience: Audience
     saver: Saver | None
     leaving: Leaving
-    timers: Timers | None = None
-    evaluator: Evaluator | None = None
-    loss_parts: Sequence[str] = ()
+    timers: Timers | None
 
     def sizes(self, consumed_samples: int | None = None) -> BatchSizes:
         """The batch of the iteration after `consumed_samples` samples; None is after the ramp-up."""
@@ -133,7 +145,7 @@ class Run:
     def workload(self) -> Workload:
         """What one sample computes."""
         peak = device_peak(self.world.device, self.config.precision.dtype)
-        return Workload(self.config.sample_tokens, *self.flops_per_sample, self.world.size, peak)
+        return Workload(self.config.sample_tokens, *self.work.flops_per_sample, self.world.size, peak)
 
 
 def sample_counts(config: RunConfig, ranks: int) -> SampleCounts:

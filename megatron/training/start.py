@@ -1,5 +1,6 @@
 """What a run starts with: its model, pipeline and optimizer, its outputs, and the line that describes it."""
 
+import dataclasses
 import os
 import tempfile
 from collections.abc import Sequence
@@ -8,14 +9,29 @@ from torch import distributed as dist
 from torch import nn
 
 from megatron import mpu
-from megatron.optimizer import Optimizer
+from megatron.optimizer import Optimizer, Schedule
 from megatron.training.config import RunConfig
+from megatron.training.data_facts import DataFacts
+from megatron.training.failure import mistakes
 from megatron.training.memory import memory_needed
 from megatron.training.observers import Observer, configured_observers
 from megatron.training.pipeline import Pipeline, make_pipeline
-from megatron.training.run import ModelProvider, Run, check_replicas, count_parameters
+from megatron.training.resuming import restore
+from megatron.training.run import (
+    Datasets,
+    ModelProvider,
+    Run,
+    SampleCounts,
+    Work,
+    check_precision,
+    check_progress,
+    check_replicas,
+    check_vocabulary,
+    count_parameters,
+)
+from megatron.training.saving import not_gone_on_from
 from megatron.training.setup import World
-from megatron.training.state import duplicate_parameters
+from megatron.training.state import RunState, Trainee, duplicate_parameters
 
 
 def open_outputs(config: RunConfig, observers: Sequence[Observer]) -> list[Observer]:
@@ -73,6 +89,39 @@ def new_optimizer(config: RunConfig, model: nn.Module, world: World) -> Optimize
         parts=getattr(model, "parameter_chunks", dict)() or None,
         device=world.device,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """What a run starts with: what it trains, on what, at which learning rate, and what is told of it at first."""
+
+    trainee: Trainee
+    pipeline: Pipeline
+    datasets: Datasets
+    data: DataFacts
+    schedule: Schedule
+    messages: list[str]
+
+
+def started(config: RunConfig, work: Work, world: World, datasets: Datasets, counts: SampleCounts) -> Start:
+    """The model and all that goes with it, as it was saved if it was, once nothing is wrong with any of it.
+
+    Nothing is written. Collective, and raises `ConfigError` for mistakes of the user.
+    """
+    with mistakes():
+        check_precision(config, world)
+        check_vocabulary(datasets, work.vocab_size, world)
+    model = new_model(config, work.model_provider, world)
+    with mistakes():
+        pipeline = new_pipeline(config, model, world)
+    trainee = Trainee(model, new_optimizer(config, model, world), RunState())
+    with mistakes():
+        messages = [line for d in datasets for line in getattr(d, "report", list)()]
+        data = DataFacts.of_run(config, world.size, counts[0], datasets)
+        resumed = restore(trainee, config, world, data)
+        messages += [*resumed.messages, *not_gone_on_from(config, trainee.state)]
+        check_progress(config, trainee.state, world.size)
+    return Start(trainee, pipeline, datasets, data, resumed.schedule, messages)
 
 
 def description(run: Run) -> str:

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from megatron.checkpointing.placed import held_rectangles
-from megatron.training import loop
+from megatron.training import start
 from megatron.training.config import RunConfig
 from megatron.training.resuming import restore
 from megatron.training.state import Trainee
@@ -114,7 +114,7 @@ def run_watched(rank: int, world_size: int, words: Sequence[str]) -> tuple[Outco
         held.append(_held(trainee))
         return written(trainee)
 
-    with mock.patch.object(loop, "restore", restoring), mock.patch.object(Trainee, "written", writing):
+    with mock.patch.object(start, "restore", restoring), mock.patch.object(Trainee, "written", writing):
         return run_pretrain(rank, world_size, words), held
 
 
