@@ -5,17 +5,16 @@ numbers of tensor and pipeline ranks, `native` one of this library, which a run 
 become of each tensor, and refuses to leave any out. Nothing in a file that is read is run.
 """
 
-import contextlib
 import dataclasses
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.base.complaints import ConfigError, problems_of, raise_joined
+from megatron.base.complaints import naming, raise_joined
 from megatron.base.compose import ComposedConfig, make_section, section_types
 from megatron.base.config import Config, choice_problems, flag, flag_fields, flag_name, minimum_problems
 from megatron.base.files import folder_problem
@@ -113,14 +112,14 @@ def convert(asked: ConvertConfig) -> None:
         asked.load_optim,
         asked.keep_padding,
     )
-    with _naming(asked.load):
+    with naming(asked.load):
         transfer = _read(asked, told)
     if asked.to == "hf" and transfer.optimizer is not None:
         print("the optimizer's state is left out, there is no place for it")
         transfer = transfer.without_optimizer()
     if asked.dtype is not None:
         transfer = transfer.in_dtype(_DTYPES[asked.dtype])
-    with _naming(asked.load):
+    with naming(asked.load):
         transfer.check()
     if tokenizer is None:
         tokenizer = TokenizerConfig("NullTokenizer", vocab_size=transfer.vocab_size)
@@ -131,15 +130,6 @@ def convert(asked: ConvertConfig) -> None:
         raise ValueError(f"--save {asked.save}: it could not be written: {error}") from error
     if asked.check:
         _check(asked, transfer)
-
-
-@contextlib.contextmanager
-def _naming(folder: str) -> Iterator[None]:
-    """Sentences about what is read in the block say in which folder that is."""
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(p if folder in p else f"--load {folder}: {p}" for p in problems_of(error)) from error
 
 
 def _read(asked: ConvertConfig, told: Told) -> Transfer:

@@ -1,6 +1,9 @@
 """Complaints about what a user asked for, collected so that all of them are told at once."""
 
-from collections.abc import Iterable
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 
 class ConfigError(ValueError):
@@ -21,3 +24,13 @@ def raise_joined(problems: Iterable[str]) -> None:
 def problems_of(error: ValueError) -> list[str]:
     """The sentences that `error` carries: a `ConfigError`'s own list, else its text as one."""
     return error.problems if isinstance(error, ConfigError) else [str(error)]
+
+
+@contextlib.contextmanager
+def naming(place: str | os.PathLike[str]) -> Iterator[None]:
+    """Let sentences of a `ValueError` in the block begin with `place`, a file or folder, where they do not say it."""
+    path = str(Path(place))
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(p if path in p else f"{path}: {p}" for p in problems_of(error)) from error

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.base.complaints import naming
 from megatron.checkpointing.convert import Told, Transfer, from_hugging_face
 from megatron.checkpointing.folders import TRACKER
 from megatron.checkpointing.placed import Placed, held_rectangles
@@ -25,10 +26,11 @@ def open_folder(directory: str | os.PathLike[str]) -> tuple[Transfer, TokenizerC
     """
     tokenizer = find_tokenizer(Path(directory))
     size = None if tokenizer is None else build_tokenizer(tokenizer).vocab_size
-    transfer = from_hugging_face(Path(directory), Told(tokenizer_size=size))
-    if transfer.kind.name != "gpt":
-        raise ValueError(f"{directory}: it is of a {transfer.kind.name}, and a gpt is needed")
-    transfer.check()
+    with naming(directory):
+        transfer = from_hugging_face(Path(directory), Told(tokenizer_size=size))
+        if transfer.kind.name != "gpt":
+            raise ValueError(f"it is of a {transfer.kind.name}, and a gpt is needed")
+        transfer.check()
     return transfer, tokenizer or TokenizerConfig("NullTokenizer", vocab_size=transfer.vocab_size)
 
 

@@ -118,6 +118,17 @@ def test_weights_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "the optimizer's state is left out" in capsys.readouterr().out
 
 
+def test_weights_of_several_number_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As where norms alone are in float32."""
+    weights = {name: value if "layernorm" in name else value.half() for name, value in random(1).items()}
+    write_classic(tmp_path / "theirs", CONFIG, weights, Layout(2, 2), ARGS)
+    assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
+    assert "torch.float16, torch.float32: --dtype with --no-load-optim makes one" in capsys.readouterr().err
+    assert convert(tmp_path / "theirs", tmp_path / "ours", "--dtype", "float32", "--no-load-optim", "--check") == 0
+    found = from_native(tmp_path / "ours").tensors
+    assert all(found[name].read().equal(value.float()) for name, value in weights.items())
+
+
 def test_flags_that_do_not_fit_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Before anything is written."""
     write_classic(tmp_path / "theirs", CONFIG, random(1), Layout(), ARGS | {"num_attention_heads": 4})

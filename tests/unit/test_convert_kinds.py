@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.base.complaints import ConfigError
+from megatron.tasks.hugging_face import open_folder
 from megatron.training.failure import print_problems
 from tests.harness.classic_files import Layout, write_classic
 from tests.unit.test_convert_classic import ARGS, CONFIG, convert, edited, random
@@ -102,3 +104,30 @@ def test_configs_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert convert_checkpoint.main(asked) == 2
     complaint = capsys.readouterr().err
     assert words in complaint and "config.json" in complaint and len(complaint.strip().splitlines()) == 1
+
+
+def test_sentences_about_a_folder_of_hugging_face_name_it(tmp_path: Path) -> None:
+    """Where it is taken as it stands: a matrix of another shape, and sizes that no model has, all told at once."""
+    cases: dict[str, tuple[dict[str, Any], list[str]]] = {
+        "shape": (GPT2, ["embedding.word_embeddings.weight is [9, 4] and must be [9, 8]"]),
+        "sizes": ({**GPT2, "n_head": 3, "layer_norm_epsilon": -1}, ["--num-attention-heads 3", "--layernorm-epsilon"]),
+    }
+    stems = ("ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    sizes: dict[str, tuple[int, ...]] = {
+        "attn.c_attn": (8, 24),
+        "attn.c_proj": (8, 8),
+        "mlp.c_fc": (8, 32),
+        "mlp.c_proj": (32, 8),
+    }
+    weights = {"wte.weight": torch.ones(9, 4), "wpe.weight": torch.ones(4, 8)}
+    weights |= {f"h.0.{stem}.weight": torch.ones(sizes.get(stem, (8,))) for stem in stems}
+    weights |= {f"h.0.{stem}.bias": torch.ones(sizes.get(stem, (8,))[-1]) for stem in stems}
+    weights |= {"ln_f.weight": torch.ones(8), "ln_f.bias": torch.ones(8)}
+    for name, (config, words) in cases.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        torch.save(weights, tmp_path / name / "pytorch_model.bin")
+        with pytest.raises(ConfigError) as caught:
+            open_folder(tmp_path / name)
+        assert all(problem.startswith(f"{tmp_path / name}") for problem in caught.value.problems[:1])
+        assert all(word in str(caught.value) for word in words)

@@ -54,7 +54,10 @@ class Transfer:
         """Of the weights. ValueError where they are of several."""
         dtypes = {tensor.dtype for tensor in self.weights.values()}
         if len(dtypes) > 1:
-            raise ValueError(f"the weights are of several number formats: {', '.join(sorted(map(str, dtypes)))}")
+            names = ", ".join(sorted(map(str, dtypes)))
+            raise ValueError(
+                f"the weights are of several number formats, {names}: --dtype with --no-load-optim makes one"
+            )
         return dtypes.pop()
 
     def model(self) -> GPTModel | BertEncoder:
