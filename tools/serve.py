@@ -41,7 +41,8 @@ class ServeConfig(Config):
 
     def problems(self) -> list[str]:
         names = ("micro_batch_size", "max_waiting", "max_choices", "max_tokens", "max_body_bytes")
-        return minimum_problems(self, 1, *names) + range_problems(self, 0, 2**16, "port")
+        found = minimum_problems(self, 1, *names) + range_problems(self, 0, 2**16, "port")
+        return found if self.host else [*found, "--host: it is empty, and 0.0.0.0 says that all addresses are meant"]
 
     @property
     def hosts(self) -> frozenset[str]:
@@ -49,7 +50,7 @@ class ServeConfig(Config):
         with contextlib.suppress(ValueError):
             if not ipaddress.ip_address(self.host).is_loopback:
                 return frozenset()
-        return frozenset({"127.0.0.1", "localhost", "::1", self.host})
+        return frozenset({"127.0.0.1", "localhost", "::1", self.host.lower()})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from megatron import mpu
 from megatron.tasks.next_token import NextToken
 from megatron.tasks.sampling import NO_NUMBERS, SamplingConfig, choose
+from megatron.training.memory import memory_needed
 
 # stop: an id that ends a text has come; length: as many ids as were asked for; context: the model takes no more;
 # failure: the logits are no numbers, and so no id was chosen.
@@ -87,7 +88,7 @@ class _Row:
 class Continuations:
     """Texts that grow side by side; one may begin or end at any step, and none depends on the others.
 
-    Every rank of the model makes the same calls.
+    Every rank of the model makes the same calls. Raises `ConfigError` where there is no memory for so many.
 
     Args:
         model: what continues them.
@@ -99,7 +100,8 @@ class Continuations:
     def __init__(self, model: NextToken, rows: int, columns: int | None = None, *, recompute: bool = False) -> None:
         self.model, self.size = model, rows
         self.columns = model.context if columns is None else min(columns, model.context)
-        self.cache = None if recompute else model.new_cache(rows, self.columns)
+        with memory_needed(f"the keys and values of {rows} texts (--micro-batch-size) of {self.columns} tokens"):
+            self.cache = None if recompute else model.new_cache(rows, self.columns)
         self._rows: list[_Row] = []
 
     @property

@@ -22,6 +22,7 @@ from megatron.tasks.hugging_face import fill, is_hugging_face, open_folder
 from megatron.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from megatron.training.arguments import read_flags
 from megatron.training.failure import mistakes
+from megatron.training.memory import memory_needed
 from megatron.training.setup import DistributedConfig, World, distributed_world, world_size
 from megatron.training.state import layout
 from megatron.training.stored import stored_precision
@@ -237,7 +238,7 @@ def opened(request: TrainedRequest, seed: int = 0) -> Iterator[Trained]:
         stored = stored_config(trained.load, trained.ckpt_step)
         tokenizer = tokenizer_of(trained, stored)
     with distributed_world(distributed, seed, trained.pipeline_model_parallel_size) as world:
-        with mistakes():
+        with mistakes(), memory_needed("the model"):
             model = load_gpt(
                 trained.load, stored, tokenizer.vocab_size, world.device, trained.dtype, iteration=trained.ckpt_step
             )

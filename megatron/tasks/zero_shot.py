@@ -15,6 +15,7 @@ from megatron.tasks.wikitext import read_text, wikitext
 from megatron.tokenizer import Tokenizer
 from megatron.training.failure import mistakes
 from megatron.training.foreign_flags import IGNORED
+from megatron.training.memory import memory_needed
 
 ZERO_SHOT_TASKS = ("WIKITEXT103", "LAMBADA")
 
@@ -106,13 +107,14 @@ def evaluate(request: ZeroShotRequest) -> dict[str, float]:
     with opened(request) as trained:
         with mistakes():
             evaluation = make(trained.tokenizer, window_length(asked, trained.model.config.max_position_embeddings))
-        values = measured(
-            SplitGPT(trained.model, trained.world.device),
-            evaluation.windows,
-            asked.micro_batch_size,
-            evaluation.measure,
-            _progress(trained, asked.log_interval),
-        )
+        with memory_needed(f"--micro-batch-size {asked.micro_batch_size}"):
+            values = measured(
+                SplitGPT(trained.model, trained.world.device),
+                evaluation.windows,
+                asked.micro_batch_size,
+                evaluation.measure,
+                _progress(trained, asked.log_interval),
+            )
         figures = evaluation.figures(values)
         if trained.world.reports:
             print("\n".join(figures.lines), flush=True)

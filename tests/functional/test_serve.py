@@ -88,6 +88,8 @@ def test_mistakes_are_told(
             (["--load", checkpoints, "--port", port], f"--host 127.0.0.1 --port {port}: "),
             (["--load", checkpoints, "--port", "70000"], "--port 70000: it must be at least 0 and below 65536"),
             (["--load", checkpoints, "--max-waiting", "0"], "--max-waiting 0: it must be at least 1"),
+            (["--load", checkpoints, "--host", ""], "--host: it is empty"),
+            (["--load", checkpoints, "--port", "0", "--micro-batch-size", str(10**12)], "enough memory for the keys"),
             (["--load", str(tmp_path), "--port", "0"], "there is no checkpoint"),
             (["--port", "0"], "--load is not given"),
         ):

@@ -113,7 +113,13 @@ def test_a_seed_repeats_its_texts(port: int) -> None:
     assert all(one == found[0] for one in found)
     assert len(set(found[0])) > 3
     assert texts(seed=8) != found[0] != texts(seed=None)
-    assert texts(top_k=1, n=1) == texts(top_p=1e-9, n=1) == texts(temperature=0, n=1) == [counted(1, 7), counted(2, 6)]
+    assert (
+        texts(top_k=1, n=1)
+        == texts(top_p=1e-9, n=1)
+        == texts(top_p=0, n=1)
+        == texts(temperature=0, n=1)
+        == [counted(1, 7), counted(2, 6)]
+    )
 
 
 def test_a_stream_gives_the_pieces_of_all_choices(port: int) -> None:

@@ -92,9 +92,11 @@ def read_completion(body: Any, served: Served) -> Completion:
         message = f"{len(prompts)} prompts, {n} times each: this server writes {served.max_choices} texts a request"
         raise RequestError(400, message, "n")
     length = _whole(fields, "max_tokens", min(16, served.max_tokens), 1, served.max_tokens)
+    top_p = _number(fields, "top_p", 1.0, 1.0)
     sampling = SamplingConfig(
         temperature=_number(fields, "temperature", 1.0, 1e6),
-        top_p=_number(fields, "top_p", 1.0, 1.0),
+        greedy=top_p == 0,  # in the API it leaves the likeliest token alone; the flag of that name means all by it
+        top_p=top_p,
         top_k=_whole(fields, "top_k", 0, 0, 2**31),
     )
     seed = _whole(fields, "seed", secrets.randbits(62), -(2**63), 2**63 - 1)

@@ -39,7 +39,8 @@ class _Job:
 
 
 def _plain(prompt: Prompt) -> dict[str, Any]:
-    return dataclasses.asdict(dataclasses.replace(prompt, ids=list(prompt.ids), stop_ids=list(prompt.stop_ids)))
+    sampling = dataclasses.asdict(prompt.sampling)
+    return vars(prompt) | {"ids": list(prompt.ids), "stop_ids": list(prompt.stop_ids), "sampling": sampling}
 
 
 class Scheduler:
