@@ -24,7 +24,8 @@ TOOLS = (
     "generate_text",
     "serve",
 )
-ENTRIES = ["pretrain_gpt.py", "pretrain_bert.py", "megatron/tasks/main.py", "megatron/pipeline/show.py"]
+MODULES = ("tasks/main", "tasks/harness", "pipeline/show")
+ENTRIES = ["pretrain_gpt.py", "pretrain_bert.py", *(f"megatron/{name}.py" for name in MODULES)]
 PROGRAMS = [*ENTRIES, *(f"tools/{name}.py" for name in TOOLS)]
 ZERO_SHOT = ("WIKITEXT103", "LAMBADA")  # whose flags are not those of the other tasks
 OTHERS = {"--nproc-per-node", "--prompt", "--world-size"}  # of torchrun, and of tools that are not asked
