@@ -100,7 +100,8 @@ class Finetuning:
         predictions = predictions_of(self._validation, scores, classes)
         counts = count_correct(predictions)
         epoch = run.trainee.state.iteration // self._config.training.eval_interval
-        run.audience.on_message(f"{f'epoch {epoch}' if epoch else 'at the start'}: {count_words(counts)}")
+        what = self._config.checkpoint.load if self._config.task.only_evaluates else f"epoch {epoch}"
+        run.audience.on_message(f"{what}: {count_words(counts)}")
         self._best.offer(run, epoch, predictions)
         groups = {f"{group}-{name}": n for group, c in counts.items() for name, n in c._asdict().items()}
         return {"epoch": epoch, "loss": loss, "accuracy": counts["all"].accuracy, **groups}

@@ -185,6 +185,7 @@ def test_a_saved_model_is_evaluated_at_another_layout(ranks: Ranks, race: Path, 
     for run in (same, staged):
         (found,) = run.evaluations
         assert run.steps == [] and found["all-correct"] == best["all-correct"]
+        assert any(line.startswith(f"{tmp_path / 'saved' / 'best'}: middle ") for line in run.messages)
     assert files["same"].read_text() == files["trained"].read_text()
     scores = [[r["scores"] for r in records(files[name])] for name in ("staged", "trained")]
     np.testing.assert_allclose(*scores, rtol=1e-5)
