@@ -89,6 +89,18 @@ finetune() {
     "${files[@]}" "${model[@]}" "$@" "${toy[@]}" "${further[@]}"
 }
 
+# finished FOLDER: whether the newest checkpoint there is of its run's last iteration.
+finished() {
+  python - "$1" <<'END'
+import json, sys
+from pathlib import Path
+folder = Path(sys.argv[1])
+number = int((folder / "latest_checkpointed_iteration.txt").read_text())
+state = json.loads((folder / f"iter_{number:07d}" / "state.json").read_text())
+sys.exit(state["run"]["iteration"] < state["config"]["training"]["train_iters"])
+END
+}
+
 # --- each seed: order of questions, dropout and the new head are its own ----------------------------------------------
 # The head's scores of the best epoch on both sets stay in SEED/dev.jsonl and SEED/test.jsonl, a line a question.
 further=("$@")
@@ -101,6 +113,10 @@ for seed in $seeds; do
   finetune --seed "$seed" "${recipe[@]}" --train-data "$RACE/train" --valid-data "$RACE/dev" \
     --pretrained-checkpoint "$PRETRAINED" --save "$own" --load "$own" --save-interval 1000 \
     --keep-last-checkpoints 1 --log-interval 10 --predictions-file "$own/dev.jsonl"
+  if ! is_dry && ! finished "$own"; then # --exit-duration-in-mins on the command line, for one
+    echo "seed $seed is not trained to its end; started again, this goes on with it"
+    exit 0
+  fi
   finetune "${recipe[@]}" --eval-only --load "$own/best" --valid-data "$RACE/test" --predictions-file "$own/test.jsonl"
 done
 

@@ -23,7 +23,7 @@ installed=$(find_encoder)
 ENCODER=${ENCODER:-${installed:+$installed/model}}
 require RACE SAVE ENCODER
 
-if [ ! -e "$SAVE/encoder" ]; then
+if [ ! -e "$SAVE/encoder/latest_checkpointed_iteration.txt" ]; then
   run python "$repository/tools/convert_checkpoint.py" --from hf --to native --load "$ENCODER" --save "$SAVE/encoder"
 fi
 

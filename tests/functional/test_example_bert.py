@@ -225,11 +225,19 @@ def right_of(files: list[Path]) -> Counter[str]:
 
 @pytest.mark.slow
 def test_fine_tuning_at_toy_size(tmp_path: Path) -> None:
-    """Pretraining, then two seeds and their ensemble, whose accuracies are those of the files left behind."""
+    """Pretraining, then two seeds and their ensemble, whose accuracies are those of the files left behind.
+
+    A seed that ends before its time is not taken for a trained one.
+    """
+    early = start(RACE, "--exit-interval", "1", TOY="1", TOY_FOLDER=str(tmp_path), timeout=500)
+    assert early.returncode == 0, early.stderr
+    assert "on 4 ranks (cpu): tensor 2, data 2" in early.stdout
+    assert early.stdout.splitlines()[-1] == "seed 1 is not trained to its end; started again, this goes on with it"
+    assert [path.name for path in tmp_path.glob("checkpoints/*/*.jsonl")] == []
     done = start(RACE, TOY="1", TOY_FOLDER=str(tmp_path), timeout=500)
     assert done.returncode == 0, done.stderr
-    assert "on 4 ranks (cpu): tensor 2, data 2" in done.stdout
-    assert done.stdout.count("the encoder begins with iteration 4 of") == 2
+    for run in (early, done):
+        assert run.stdout.count("the encoder begins with iteration 4 of") == 1
     told = re.findall(r"^ensemble of 2: middle .*\((\d+) of 6\), high .*\((\d+) of 6\), all", done.stdout, re.MULTILINE)
     for part, (middle, high) in zip(("dev", "test"), told, strict=True):
         right = right_of([tmp_path / f"checkpoints/seed-{seed}/{part}.jsonl" for seed in (1, 2)])
