@@ -23,6 +23,8 @@ class ComposedConfig:
     ignored_flags: ClassVar[Mapping[str, str]] = {}
     # Flags known from elsewhere, refused with the words that ask for the same here: name without dashes -> words.
     renamed_flags: ClassVar[Mapping[str, str]] = {}
+    # Flags that another program has: name without dashes -> the program.
+    flags_elsewhere: ClassVar[Mapping[str, str]] = {}
     # Flags that users know from elsewhere and that are refused with a sentence of their own: names without dashes.
     unsupported_flags: ClassVar[frozenset[str]] = frozenset()
 

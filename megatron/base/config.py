@@ -100,5 +100,5 @@ def range_problems(config: Config, low: float, high: float, *names: str) -> list
     for name in names:
         value = getattr(config, name)
         if value is not None and not low <= value < high:
-            problems.append(f"{flag_name(name)} {value}: it must be at least {low:g} and below {high:g}")
+            problems.append(f"{flag_name(name)} {value}: it must be at least {low:.12g} and below {high:.12g}")
     return problems

@@ -138,8 +138,8 @@ def _field_values(namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 def nearest_flag(name: str, known: Sequence[str]) -> str | None:
-    """The flag that `name` was probably meant for: one that it begins, else one spelt almost alike."""
-    begun = [option for option in known if option.startswith(name) and len(name) > 4]
+    """The flag that `name` was probably meant for: the shortest that it begins, else one spelt almost alike."""
+    begun = sorted((option for option in known if option.startswith(name) and len(name) > 4), key=len)
     alike = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     return next(iter([*begun, *alike]), None)
 
@@ -157,9 +157,13 @@ def unknown_flag_problems(
 
 
 def _unknown_text(name: str, known: Sequence[str], composed: type[ComposedConfig]) -> str:
+    if not name.startswith("-"):
+        return f"{name!r} belongs to no flag; --help lists all flags"
     plain = name.lstrip("-").replace("_", "-")
     if plain in composed.renamed_flags:
         return f"{name} is not known; {composed.renamed_flags[plain]} asks for the same here"
+    if plain in composed.flags_elsewhere:
+        return f"{name} is a flag of {composed.flags_elsewhere[plain]}, not of this program"
     if plain in composed.unsupported_flags:
         return f"{name} is a flag of Megatron-LM for something that is not supported here"
     near = nearest_flag(name, known)

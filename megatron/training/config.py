@@ -23,7 +23,7 @@ from megatron.optimizer.schedule import ScheduleConfig
 from megatron.pipeline import LayerSplit, PipelineConfig, Stage, head_cost
 from megatron.tokenizer import TokenizerConfig
 from megatron.training.fitting import batch_problems, ramp_up_problems, rank_problems
-from megatron.training.foreign_flags import IGNORED, RENAMED, UNSUPPORTED
+from megatron.training.foreign_flags import ELSEWHERE, IGNORED, RENAMED, UNSUPPORTED
 from megatron.training.observers import LoggingConfig
 from megatron.training.setup import DistributedConfig
 
@@ -133,6 +133,7 @@ class RunConfig(ComposedConfig):
 
     ignored_flags: ClassVar[Mapping[str, str]] = IGNORED
     renamed_flags: ClassVar[Mapping[str, str]] = RENAMED
+    flags_elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
     unsupported_flags: ClassVar[frozenset[str]] = UNSUPPORTED
 
     @property

@@ -109,7 +109,7 @@ def test_inspecting_complains(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for more, message in (
         (["--documents", "-1"], "--documents -1: it must be at least 0"),
         (["--documents", "1", "--first-document", "2"], "--first-document 2: there are 2 documents, counted from 0"),
-        (["--seed", "4294967296"], "--seed 4294967296: it must be at least 0 and below 4.29497e+09"),
+        (["--seed", "4294967296"], "--seed 4294967296: it must be at least 0 and below 4294967296"),
         (["--vocab-file", "v"], "--vocab-file v: give --tokenizer-type as well"),
         (["--tokenizer-type", "GPT2BPETokenizer"], "needs --vocab-file and --merge-file"),
         (["--samples", "1", "--seq-length", "50"], "one sample of --seq-length 50 takes 51"),

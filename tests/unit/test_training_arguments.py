@@ -12,6 +12,7 @@ from megatron.base.complaints import ConfigError
 from megatron.base.compose import ComposedConfig, combines, section_types
 from megatron.base.config import Config, flag, minimum_problems
 from megatron.training.arguments import add_config_flags, config_from_namespace, parse_composed
+from megatron.training.bert import BertRunConfig
 from megatron.training.config import RunConfig
 from tests.harness.runs import flags
 
@@ -303,10 +304,39 @@ def test_flags_that_have_another_name_here_are_refused_with_it() -> None:
         assert {word.removeprefix("--") for word in words.split() if word.startswith("--")} <= known
 
 
+def test_flags_of_the_other_program_are_refused_with_its_name() -> None:
+    for words, kind, program in (
+        ("--mask-prob 0.2 --bert-no-binary-head", RunConfig, "pretrain_bert.py"),
+        ("--reset-position-ids --eod_mask_loss", BertRunConfig, "pretrain_gpt.py"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse_composed(kind, [*flags("data"), *words.split()], world_size=1, check_inputs=False)
+        names = [word for word in words.split() if word.startswith("--")]
+        assert caught.value.problems == [f"{name} is a flag of {program}, not of this program" for name in names]
+    known = {name for s in section_types(BertRunConfig).values() for name in s.__dataclass_fields__}
+    assert {name.replace("-", "_") for name in RunConfig.flags_elsewhere} <= known
+
+
+def test_the_nearest_flag_is_the_shortest_that_is_begun_and_a_stray_word_is_called_one() -> None:
+    line = [*flags("data"), "--no-bf16", "stray", "--num-layer", "3"]
+    with pytest.raises(ConfigError) as caught:
+        parse_composed(RunConfig, line, world_size=1, check_inputs=False)
+    assert caught.value.problems == [
+        "--no-bf16 stray: it takes no value; --bf16 turns it on",
+        "--num-layer is not known, the nearest is --num-layers; --help lists all flags",
+    ]
+    with pytest.raises(ConfigError, match="'stray' belongs to no flag; --help lists all flags"):
+        parse_composed(RunConfig, ["stray", *flags("data")], world_size=1, check_inputs=False)
+
+
 def test_foreign_flags_are_none_of_ours() -> None:
     known = {f.name.replace("_", "-") for s in dataclasses.fields(RunConfig) for f in dataclasses.fields(s.type)}  # type: ignore[arg-type]
     ignored = {words.split()[0] for words in RunConfig.ignored_flags}
-    refused = RunConfig.unsupported_flags | RunConfig.renamed_flags.keys()
+    refused = (
+        RunConfig.unsupported_flags
+        | RunConfig.renamed_flags.keys()
+        | {name for name, program in RunConfig.flags_elsewhere.items() if program != "pretrain_gpt.py"}
+    )
     assert not known & (refused | ignored)
     assert not ignored & refused
     assert not RunConfig.unsupported_flags & RunConfig.renamed_flags.keys()
