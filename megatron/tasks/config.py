@@ -14,7 +14,7 @@ from megatron.tasks.glue import MNLI, QQP
 from megatron.tasks.race import RACE
 from megatron.tasks.task import Task
 from megatron.training.config import RunConfig, TrainingConfig
-from megatron.training.foreign_flags import IGNORED
+from megatron.training.foreign_flags import IGNORED, RENAMED
 
 TASKS: Mapping[str, Task] = {"RACE": RACE, "MNLI": MNLI, "QQP": QQP}
 
@@ -43,7 +43,9 @@ class TaskConfig(Config):
         None, "file of JSON lines for the scores of each question of --valid-data by the best epoch, or by --eval-only"
     )
     skip_malformed_lines: bool = flag(
-        False, "leave out lines of --train-data of GLUE that have another number of columns than the first"
+        False,
+        "leave out lines of --train-data of MNLI or QQP that have another number of columns than the first, and tell "
+        "how many; in --valid-data they are mistakes all the same",
     )
 
     @property
@@ -56,6 +58,8 @@ class TaskConfig(Config):
         if not self.only_evaluates:
             missing = [flag_name(name) for name in ("train_data", "epochs") if getattr(self, name) is None]
             found += [f"{name} is not given: training needs it, --eval-only does not" for name in missing]
+        if self.skip_malformed_lines and self.task == "RACE":
+            found.append("--skip-malformed-lines: it is for the lines of MNLI and QQP, and RACE's files have none")
         return found
 
     def input_problems(self) -> list[str]:
@@ -135,6 +139,12 @@ class FinetuneConfig(RunConfig):
         **IGNORED,
         "eval-interval VALUE": _EACH_EPOCH,
         "eval-iters VALUE": _EACH_EPOCH,
+    }
+    renamed_flags: ClassVar[Mapping[str, str]] = {
+        **RENAMED,
+        "train-iters": "--epochs",
+        "train-samples": "--epochs",
+        "data-path": "--train-data with --valid-data",
     }
 
     @property

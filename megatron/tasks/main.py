@@ -15,12 +15,16 @@ from megatron.training.arguments import Parser, parse_composed, with_config_file
 from megatron.training.failure import TRAINING_LOST, user_errors
 
 _PROG = "megatron.tasks.main"
+_KNOWN = [*TASKS, *ZERO_SHOT_TASKS]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the flags, fine-tune or evaluate; the user's mistakes end it with exit code 2 and a sentence for each."""
     with user_errors():
-        task = _task(list(sys.argv[1:] if argv is None else argv))
+        words = list(sys.argv[1:] if argv is None else argv)
+        task = _task(words)
+        if task is None and not {"-h", "--help"} & set(words):
+            raise ConfigError([f"--task is not given: accepted are {', '.join(_KNOWN)}"])
         if task in ZERO_SHOT_TASKS:
             evaluate(parse_request(ZeroShotRequest, argv, prog=_PROG))
             return
@@ -33,9 +37,8 @@ def _task(words: list[str]) -> str | None:
     parser = Parser(add_help=False)
     parser.add_argument("--task", nargs="?")
     task: str | None = parser.parse_known_args(with_config_file(words))[0].task
-    known = [*TASKS, *ZERO_SHOT_TASKS]
-    if task is not None and task not in known:
-        raise ConfigError([f"--task {task}: accepted are {', '.join(known)}"])
+    if task is not None and task not in _KNOWN:
+        raise ConfigError([f"--task {task}: accepted are {', '.join(_KNOWN)}"])
     return task
 
 

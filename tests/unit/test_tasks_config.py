@@ -2,6 +2,7 @@
 
 import pytest
 
+from megatron.base.complaints import ConfigError
 from megatron.tasks.config import FinetuneConfig
 from megatron.tasks.resolving import resolved
 from megatron.training.arguments import parse_composed
@@ -39,6 +40,16 @@ def test_an_epoch_of_race_has_as_many_iterations_as_batches(keep_last: bool, eac
     config = resolved(parsed("--keep-last" if keep_last else "--no-keep-last"), 87_866, 8, 0)
     assert (config.training.eval_interval, config.training.train_iters) == (each, 3 * each)
     assert config.training.eval_at_start is False
+
+
+def test_flags_that_fit_no_task_of_this_kind_are_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed("--train-iters", "5", "--skip-malformed-lines")
+    assert caught.value.problems == [
+        "--train-iters is not known; --epochs asks for the same here",
+        "--skip-malformed-lines: it is for the lines of MNLI and QQP, and RACE's files have none",
+    ]
+    assert parsed("--task", "QQP", "--skip-malformed-lines").task.skip_malformed_lines
 
 
 def test_only_evaluating_takes_weights_alone_and_saves_nothing() -> None:
