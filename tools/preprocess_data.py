@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from megatron.base.compose import ComposedConfig
 from megatron.base.config import Config, choice_problems, flag, minimum_problems
-from megatron.base.files import new_folder
+from megatron.base.files import folder_problem, new_folder
 from megatron.data.corpus import Encoder, WorkerPool, encode_sources, handed_over
 from megatron.data.corpus_sets import Output, open_writers, write_encoded, write_partitions
 from megatron.data.indexed import IndexedWriter, best_dtype
@@ -79,6 +79,8 @@ class PreprocessConfig(Config):
         ]
         if not re.fullmatch("[a-z]{2,3}", self.lang):
             found.append(f"--lang {self.lang}: expected a code of two or three letters, such as en")
+        if why := folder_problem(Path(self.output_prefix).parent):
+            found.append(f"--output-prefix {self.output_prefix}: it cannot be written, for {why}")
         return found + find_sources(self.input, self.input_format, self.text_documents, self.json_keys)[1]
 
     def sources(self) -> list[Source]:
@@ -98,6 +100,8 @@ class PreprocessRun(ComposedConfig):
 
     files: PreprocessConfig
     tokenizer: TokenizerConfig
+
+    unsupported_flags = frozenset({"keep-newlines"})  # what stands between sentences is in none of them
 
 
 def make_encoder(run: PreprocessRun) -> Encoder:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from megatron.base.compose import ComposedConfig
 from megatron.base.config import Config, flag, minimum_problems
-from megatron.base.files import atomic_write, new_folder
+from megatron.base.files import atomic_write, folder_problem, new_folder
 from megatron.data.corpus import read_all
 from megatron.data.inputs import find_sources
 from megatron.data.records import BadRecords, Source, documents_of
@@ -50,6 +50,8 @@ class TrainTokenizerConfig(Config):
         absent = find_sources(self.input, "auto", "line", [self.json_key])[1]
         if self.vocab_size > _LARGEST:
             absent.append(f"--vocab-size {self.vocab_size}: it must be at most {_LARGEST}")
+        if why := folder_problem(self.output_dir):
+            absent.append(f"--output-dir {self.output_dir}: it cannot be written, for {why}")
         return absent + minimum_problems(self, _SMALLEST, "vocab_size")
 
     def sources(self) -> list[Source]:

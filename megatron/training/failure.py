@@ -1,6 +1,7 @@
 """How a run ends when something is wrong: exit code 2 and sentences for mistakes, one message from all ranks."""
 
 import contextlib
+import os
 import sys
 import time
 import traceback
@@ -73,17 +74,24 @@ def mistakes() -> Iterator[None]:
     except ValueError as error:
         raise ConfigError(problems_of(error)) from error
     except OSError as error:
-        raise ConfigError([str(error)]) from error
+        raise ConfigError([_words_of_system(error)]) from error
     except MemoryError as error:
         raise ConfigError([f"there is not enough memory for what is asked ({error})"]) from error
 
 
 def print_problems(error: Exception) -> None:
     """Write the sentences of `error` to stderr, one a line; of what a file says no control character reaches it."""
-    problems = problems_of(error) if isinstance(error, ValueError) else [str(error)]
+    problems = problems_of(error) if isinstance(error, ValueError) else [_words_of_system(error)]
     for problem in problems:
         shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in problem)
         print(f"error: {shown}", file=sys.stderr, flush=True)
+
+
+def _words_of_system(error: Exception) -> str:
+    """The file and what is wrong with it, where an `OSError` says both; else the error's own words."""
+    if isinstance(error, OSError) and error.filename and error.strerror and error.filename2 is None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error)
 
 
 @contextlib.contextmanager

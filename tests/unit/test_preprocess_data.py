@@ -87,6 +87,20 @@ def test_training_complains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert not target.exists()
 
 
+def test_a_file_in_the_place_of_the_folder_that_is_written_into_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "x.txt"
+    text.write_text("1\n")
+    numbers = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
+    why = f"it cannot be written, for {text} is no folder"
+    assert train_tokenizer.main(["--input", str(text), "--output-dir", str(text)]) == 2
+    assert capsys.readouterr().err == f"error: --output-dir {text}: {why}\n"
+    assert preprocess_data.main(["--input", str(text), "--output-prefix", str(text / "set"), *numbers]) == 2
+    assert capsys.readouterr().err == f"error: --output-prefix {text / 'set'}: {why}\n"
+    assert text.read_text() == "1\n"
+
+
 def test_more_ids_than_can_be_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.txt").write_text("3000000000\n")
     words = ["--input", str(tmp_path / "x.txt")]
