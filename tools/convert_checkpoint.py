@@ -154,8 +154,10 @@ def _tokenizer(asked: ConvertConfig) -> TokenizerConfig | None:
     elif asked.from_ == "native":
         stored = from_native(Path(asked.load), asked.ckpt_step).sections.get("tokenizer")
         config = None if stored is None else make_section(TokenizerConfig, stored)
-    if config is not None:
-        raise_joined(config.input_problems())
+    problems = [] if config is None else config.input_problems()
+    if problems and not named:
+        problems = [f"{'; '.join(problems)}: say where the tokenizer of the checkpoint in {asked.load} lies now"]
+    raise_joined(problems)
     return config
 
 

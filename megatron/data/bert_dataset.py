@@ -128,7 +128,10 @@ class BertDataset:
         what, help_ = "a sentence with tokens", ""
         if self._pairs:
             what = "two sentences, which the prediction of their order takes"
-            help_ = ": preprocess with --split-sentences, or train with --bert-no-binary-head"
+            help_ = (
+                ": preprocess with --split-sentences, give the share more documents (--split), or train with "
+                "--bert-no-binary-head"
+            )
         raise ValueError(
             f"{self.indexed.prefix}: none of the {self.documents} documents of its {self.name} share has {what}{help_}"
         )

@@ -94,6 +94,8 @@ def pretrain(
             audience.on_start(description(run))
             for message in start.messages:
                 audience.on_message(message)
+            if run.train_iters == run.trainee.state.iteration > 0:
+                audience.on_message(f"all {run.train_iters} iterations are done already: nothing is left to train")
             _train(run)
     return start.trainee
 

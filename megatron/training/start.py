@@ -9,6 +9,7 @@ from torch import distributed as dist
 from torch import nn
 
 from megatron import mpu
+from megatron.base.words import counted
 from megatron.optimizer import Optimizer, Schedule
 from megatron.training.config import RunConfig
 from megatron.training.data_facts import DataFacts
@@ -133,7 +134,7 @@ def description(run: Run) -> str:
     sequence = " (sequence parallel)" if config.distributed.sequence_parallel else ""
     optimizer = " (sharded optimizer)" if run.trainee.optimizer.sharded else ""
     return (
-        f"{count_parameters(run.trainee.model, world.device):,} parameters in {dtype} on {world.size} ranks "
+        f"{count_parameters(run.trainee.model, world.device):,} parameters in {dtype} on {counted(world.size, 'rank')} "
         f"({world.device.type}): tensor {tensor}{sequence}, {_pipeline_words(run)}data {data}{optimizer}; global batch "
         f"{sizes.global_batch_size} = micro batch {sizes.micro_batch_size} x {sizes.num_micro_batches} x data{ramped}; "
         f"{run.train_iters} iterations"
