@@ -7,12 +7,14 @@ The run then finds them in the same folder (`--data-cache-path`). What is there 
 made anew where it is damaged.
 """
 
+import argparse
 import dataclasses
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.base.complaints import ConfigError
 from megatron.data import build_bert_datasets, build_gpt_datasets
 from megatron.tokenizer import build_tokenizer
 from megatron.training.arguments import Parser, parse_composed
@@ -23,12 +25,22 @@ from megatron.training.run import Datasets, sample_counts
 from megatron.training.setup import world_size
 
 
+def own_flags() -> Parser:
+    """The flags of this tool beside those of the run."""
+    parser = Parser(add_help=False, usage=argparse.SUPPRESS)
+    group = parser.add_argument_group("Of this tool, beside the flags of the run, which follow")
+    group.add_argument("--world-size", type=int, default=world_size(), help="ranks of the run to come")
+    group.add_argument("--bert", action="store_true", help="the run is one of pretrain_bert.py, not of pretrain_gpt.py")
+    return parser
+
+
 def split_arguments(argv: Sequence[str]) -> tuple[int, bool, list[str]]:
     """The number of ranks of the run to come, whether it trains a BERT, and the flags that are the run's own."""
-    parser = Parser(add_help=False)
-    parser.add_argument("--world-size", type=int, default=world_size())
-    parser.add_argument("--bert", action="store_true")
-    known, words = parser.parse_known_args(argv)
+    known, words = own_flags().parse_known_args(argv)
+    if known.world_size < 1:
+        raise ConfigError([f"--world-size {known.world_size}: it must be at least 1"])
+    if {"-h", "--help"} & set(words):
+        print(own_flags().format_help())
     return known.world_size, known.bert, words
 
 
