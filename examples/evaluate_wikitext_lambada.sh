@@ -12,8 +12,8 @@
 #   TOY=1 bash examples/evaluate_wikitext_lambada.sh    trains and evaluates a toy on two ranks of the CPU
 #   DRY_RUN=1 ...                                       prints the commands and runs nothing
 #
-# Sizes, and the tokenizer, come from the checkpoint, whatever layout it was saved at. A model of Hugging Face's or of
-# Megatron-LM's is made one by tools/convert_checkpoint.py first.
+# Sizes, and the tokenizer, come from the checkpoint, whatever layout it was saved at. A folder of Hugging Face's with a
+# GPT-2 is taken as it is; of a model of Megatron-LM's tools/convert_checkpoint.py makes a checkpoint first.
 set -euo pipefail
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$repository/examples/pretraining.sh"

@@ -61,9 +61,9 @@ memory=(
 
 # --- the recipe -------------------------------------------------------------------------------------------------------
 # The paper trains all its GPTs for 300,000 iterations of 512 samples, which take one GPU weeks. This is a twenty-fourth
-# of it, 6.6e9 tokens, about twenty for each parameter: 1.6e19 operations, four days at a V100's 45 TFLOP/s, under a day
-# at an H100's 300. For the published run say --global-batch-size 512 --train-iters 300000 --lr-decay-iters 300000
-# --lr-warmup-iters 3000.
+# of it, 6.6e9 tokens, about twenty for each parameter: 1.6e19 operations, four days at 45 TFLOP/s (a V100, say), under a
+# day at 300 (an H100): speeds that we assume, not ones that we measured. For the published run say
+# --global-batch-size 512 --train-iters 300000 --lr-decay-iters 300000 --lr-warmup-iters 3000.
 recipe=(
   --global-batch-size 64 # 16 micro-batches
   --train-iters 100000
