@@ -82,7 +82,7 @@ def test_all_complaints_of_a_launch_come_at_once(
         ({"tensorboard_dir": ""}, "--tensorboard-dir"),
         ({"hidden_size": 10**15}, "--hidden-size 1000000000000000: with "),
         ({"max_position_embeddings": 2**60}, "1152921504606846984 rows of embeddings there are 3.7e+19 parameters"),
-        ({"num_layers": 10**15}, "--num-layers 1000000000000000: it must be at least 1 and below 1e+06"),
+        ({"num_layers": 10**15}, "--num-layers 1000000000000000: it must be at least 1 and below 1000000"),
         ({"hidden_size": 2**24}, "there is not enough memory for the model ("),
     ],
 )
