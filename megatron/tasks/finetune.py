@@ -73,6 +73,8 @@ class Finetuning:
         if pretrained is not None and not self._loads:
             with mistakes():
                 self._report += load_encoder(model, pretrained)
+        elif not self._loads:
+            self._report.append("the whole model begins anew, for there is no --pretrained-checkpoint")
         return model
 
     def provide_datasets(self, counts: SampleCounts) -> tuple[Epochs, None, None]:

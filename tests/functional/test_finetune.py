@@ -210,7 +210,9 @@ def test_the_encoder_begins_with_the_pretrained_one(
     sizes = SIZES | {name: layout[name] for name in ("padded_vocab_size",) if name in layout}
     saved = ranks(1, save_model, str(tmp_path), BertModel, sizes, len(VOCABULARY), {"binary_head": pooler})[0]
     chosen = {"epochs": 1, "lr": 0, **layout}
-    fresh = assemble(ranks(world, run_finetune, task_flags("RACE", race, **chosen)))
+    anew = ranks(world, run_finetune, task_flags("RACE", race, **chosen))
+    assert "the whole model begins anew, for there is no --pretrained-checkpoint" in reporting(anew).messages
+    fresh = assemble(anew)
     outcomes = ranks(world, run_finetune, task_flags("RACE", race, pretrained_checkpoint=tmp_path, **chosen))
     found = assemble(outcomes)
     dtype = torch.bfloat16 if "bf16" in layout else torch.float32
