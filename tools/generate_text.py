@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron.base.complaints import raise_joined
 from megatron.base.config import Config, flag, minimum_problems, range_problems
+from megatron.base.console import say
 from megatron.base.files import file_problem
 from megatron.tasks.control import Control
 from megatron.tasks.generation import Continuations, Prompt
@@ -115,7 +116,7 @@ class Generator:
     def tell_end(self, written: Written) -> None:
         """Say where the model takes no more."""
         if written.finish == "context" and self.world.rank == 0:
-            print(f"the text ends at the model's context of {self.model.context} tokens", file=sys.stderr, flush=True)
+            say(f"the text ends at the model's context of {self.model.context} tokens", sys.stderr)
 
 
 def print_piece(text: str) -> None:
@@ -156,7 +157,7 @@ def write_file(generator: Generator, asked: GenerateConfig) -> None:
     if generator.world.rank == 0:
         ends = [{"text": one.text, "length": one.tokens, "finish_reason": one.finish} for one in results]
         write_lines(asked.output, [one | end for one, end in zip(given, ends, strict=True)])
-        print(f"{len(results)} texts are in {asked.output}", flush=True)
+        say(f"{len(results)} texts are in {asked.output}")
 
 
 def converse(generator: Generator) -> None:

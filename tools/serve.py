@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.base.config import Config, flag, minimum_problems, range_problems
+from megatron.base.console import say
 from megatron.tasks.control import Control
 from megatron.tasks.generation import Continuations
 from megatron.tasks.next_token import SplitGPT
@@ -88,7 +89,7 @@ def answering(config: ServeConfig, name: str, trained: Trained, listening: socke
     thread = threading.Thread(target=answer, name="http", daemon=True)
     thread.start()
     host = f"[{config.host}]" if ":" in config.host else config.host
-    print(f"{name} is served at http://{host}:{listening.getsockname()[1]} (Ctrl-C ends)", flush=True)
+    say(f"{name} is served at http://{host}:{listening.getsockname()[1]} (Ctrl-C ends)")
     try:
         yield scheduler
     finally:

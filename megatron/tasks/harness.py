@@ -13,6 +13,7 @@ from types import UnionType
 from typing import Any, ClassVar
 
 from megatron.base.config import Config, flag, minimum_problems
+from megatron.base.console import say
 from megatron.base.files import atomic_write, file_problem
 from megatron.tasks.answers import Answers, Wish
 from megatron.tasks.next_token import SplitGPT
@@ -184,7 +185,7 @@ def _tell(results: dict[str, dict[str, Any]], output: str | None) -> None:
     for task, metrics in results.items():
         for name, value in metrics.items():
             if isinstance(value, int | float):
-                print(f"{task}: {name} {value:.6g}", flush=True)
+                say(f"{task}: {name} {value:.6g}")
     if output is not None:
         with atomic_write(output) as stream:
             json.dump(results, stream, indent=2, default=str)

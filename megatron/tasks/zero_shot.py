@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from megatron.base.config import Config, choice_problems, flag, minimum_problems
+from megatron.base.console import say
 from megatron.tasks.evaluation import Evaluation
 from megatron.tasks.lambada import lambada, read_passages
 from megatron.tasks.measures import Progress, measured
@@ -117,13 +118,13 @@ def evaluate(request: ZeroShotRequest) -> dict[str, float]:
             )
         figures = evaluation.figures(values)
         if trained.world.reports:
-            print("\n".join(figures.lines), flush=True)
+            say("\n".join(figures.lines))
         return figures.numbers
 
 
 def _progress(trained: Trained, interval: int) -> Progress:
     def tell(done: int, batches: int) -> None:
         if trained.world.reports and done % interval == 0:
-            print(f"batch {done} of {batches}", flush=True)
+            say(f"batch {done} of {batches}")
 
     return tell

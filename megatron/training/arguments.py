@@ -21,6 +21,7 @@ from megatron.base.compose import (
     section_types,
 )
 from megatron.base.config import Config, FlagInfo, flag_fields, flag_info, flag_name
+from megatron.base.console import say
 from megatron.training.config_file import flags_from_yaml
 from megatron.training.launcher import launched_ranks, speaks_for_node
 
@@ -263,7 +264,7 @@ def _tell_ignored(composed: type[ComposedConfig], namespace: argparse.Namespace)
     for words, reason in composed.ignored_flags.items():
         name = words.split()[0]
         if _IGNORED + name in vars(namespace):
-            print(f"--{name} is ignored: {reason}", flush=True)
+            say(f"--{name} is ignored: {reason}")
 
 
 def read_flags(

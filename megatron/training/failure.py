@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn, Protocol
 
 from megatron.base.complaints import ConfigError, problems_of
+from megatron.base.console import say
 from megatron.checkpointing.errors import SaveError
 from megatron.training.launcher import speaks_for_node
 
@@ -50,7 +51,7 @@ def user_errors(lost: str = "") -> Iterator[None]:
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         if speaks_for_node():
-            print(": ".join(filter(None, ("interrupted", lost))), file=sys.stderr, flush=True)
+            say(": ".join(filter(None, ("interrupted", lost))), sys.stderr)
         raise SystemExit(130) from None
 
 
@@ -84,7 +85,7 @@ def print_problems(error: Exception) -> None:
     problems = problems_of(error) if isinstance(error, ValueError) else [_words_of_system(error)]
     for problem in problems:
         shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in problem)
-        print(f"error: {shown}", file=sys.stderr, flush=True)
+        say(f"error: {shown}", sys.stderr)
 
 
 def _words_of_system(error: Exception) -> str:
@@ -116,7 +117,7 @@ def shared_failure(store: Store, rank: int) -> Iterator[None]:
         if code is not None:
             print_problems(error)
             raise SystemExit(code) from None
-        traceback.print_exc()
+        say(traceback.format_exc().rstrip("\n"), sys.stderr)
         raise SystemExit(1) from None
 
 
@@ -128,7 +129,7 @@ def _leave_the_word(first: str, rank: int, shared_code: int | None) -> NoReturn:
     """
     if shared_code is not None:
         time.sleep(_SILENT_WAIT)
-    print(f"rank {rank} stops because of {first}", file=sys.stderr, flush=True)
+    say(f"rank {rank} stops because of {first}", sys.stderr)
     time.sleep(_GRACE)
     raise SystemExit(1 if shared_code is None else shared_code) from None
 

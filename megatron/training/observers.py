@@ -78,7 +78,7 @@ class Console(Observer):
     """Log lines on standard output, above the progress bar where there is one."""
 
     def _say(self, text: str) -> None:
-        tqdm.write(text, file=sys.stdout)
+        tqdm.write(f"{text}\n", file=sys.stdout, end="")  # at once: see `say`
         sys.stdout.flush()
 
     def on_start(self, text: str) -> None:
