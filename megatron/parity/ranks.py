@@ -20,6 +20,8 @@ _GRACE = 1.0
 _LOOK_AGAIN = 0.5
 # How long a process that is done may take to end by itself.
 _LEAVE = 10.0
+# How much later than the end of all ranks' time a collective gives up, so that it is told which ranks hang.
+_LATER = 30.0
 
 
 class RanksFailed(RuntimeError):
@@ -118,7 +120,7 @@ def _serve(connection: Connection, job: Job, rank: int, rendezvous: str, timeout
             init_method=Path(rendezvous).resolve().as_uri(),
             rank=rank,
             world_size=job.ranks,
-            timeout=datetime.timedelta(seconds=timeout),
+            timeout=datetime.timedelta(seconds=timeout + _LATER),
         )
         result = job.function(*job.args)
         dist.barrier()  # who leaves early would break the connections of those still at work
