@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.base.config import Config, flag, minimum_problems, range_problems
 from megatron.base.console import say
@@ -102,14 +103,19 @@ def answering(config: ServeConfig, name: str, trained: Trained, listening: socke
 def ended_by_signals(scheduler: Scheduler | None) -> Iterator[None]:
     """In the block the first SIGINT or SIGTERM closes the scheduler, and a second one is what it was before.
 
-    A rank without one waits for the first rank, which has been sent the signal too.
+    A rank without one waits for the first rank, which has been sent the signal too. Where that ends the block before
+    the signal has come here, this process ignores it when it comes: it would end by it instead of by itself.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    afterwards: dict[signal.Signals, Any] = before
+    heard = False
 
     def note(number: int, frame: object) -> None:
+        nonlocal heard
+        heard = True
         signal.signal(number, before[signal.Signals(number)])
         if scheduler is not None:
             # Not here: the thread that was interrupted may hold the scheduler's lock.
@@ -119,8 +125,10 @@ def ended_by_signals(scheduler: Scheduler | None) -> Iterator[None]:
         signal.signal(number, note)
     try:
         yield
+        if scheduler is None and not heard:
+            afterwards = dict.fromkeys(before, signal.SIG_IGN)
     finally:
-        for number, handler in before.items():
+        for number, handler in afterwards.items():
             signal.signal(number, handler)
 
 

@@ -1,6 +1,7 @@
 """tools/serve.py on two ranks: the texts of tools/generate_text.py over HTTP, until a signal ends it; mistakes."""
 
 import contextlib
+import os
 import re
 import runpy
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from tests.harness.http_server import ask
 from tests.harness.launch import REPOSITORY, environment
@@ -30,20 +32,17 @@ def checkpoints(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "tiny")
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
-
-
 @contextlib.contextmanager
 def two_ranks(*words: str) -> Iterator[tuple[list["subprocess.Popen[str]"], IO[str]]]:
     """The tool on two ranks, as a launcher starts them, and what they say on stderr."""
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    # They meet at a store of this process, as at torchrun's: a port that is only chosen here could be taken meanwhile.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     command, started = [sys.executable, str(TOOL), *words], []
     with tempfile.TemporaryFile("w+") as errors:
         try:
             for rank in ("0", "1"):
-                env = environment(RANK=rank, LOCAL_RANK=rank, **meeting)
+                env = environment(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", **meeting)
                 pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
                 started.append(subprocess.Popen(command, cwd=REPOSITORY, env=env, **pipes))
             yield started, errors
@@ -66,9 +65,10 @@ def test_two_ranks_serve_until_a_signal(checkpoints: str, capfd: pytest.CaptureF
         status, answer = ask(port, body)
         assert (status, ask(port, body)[1]["choices"]) == (200, answer["choices"])
         assert ask(port, {"prompt": "1", "max_tokens": 17})[0] == 400
-        for one in started:
+        ends = []
+        for one in started:  # the second may be about to end by what the first one told it
             one.send_signal(signal.SIGTERM)
-        ends = [one.wait(timeout=120) for one in started]
+            ends.append(one.wait(timeout=120))
         errors.seek(0)
         assert ends == [0, 0], errors.read()
     main = runpy.run_path(str(REPOSITORY / "tools" / "generate_text.py"))["main"]
@@ -76,6 +76,31 @@ def test_two_ranks_serve_until_a_signal(checkpoints: str, capfd: pytest.CaptureF
     for prompt, one in zip(body["prompt"], answer["choices"], strict=True):
         main([*words, "--prompt", prompt, "--out-seq-length", "8", "--greedy"])
         assert capfd.readouterr().out == f"{prompt}{one['text']}\n"
+
+
+@contextlib.contextmanager
+def handlers_put_back() -> Iterator[dict[signal.Signals, Any]]:
+    """Those of the signals that end a server, as they are before the block."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield before
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_signal_that_comes_after_the_first_rank_has_told_the_end_is_ignored() -> None:
+    ended_by_signals = runpy.run_path(str(TOOL))["ended_by_signals"]
+    with handlers_put_back() as before:
+        with contextlib.suppress(KeyError), ended_by_signals(None):
+            raise KeyError
+        assert {number: signal.getsignal(number) for number in before} == before
+        with ended_by_signals(None):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert {number: signal.getsignal(number) for number in before} == before
+        with ended_by_signals(None):
+            pass
+        assert {signal.getsignal(number) for number in before} == {signal.SIG_IGN}
 
 
 def test_mistakes_are_told(
