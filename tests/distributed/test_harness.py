@@ -1,6 +1,7 @@
 """The harness itself: ranks that work, raise, hang and die, and the counter of collectives."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -27,9 +28,13 @@ def raise_on(rank: int, world_size: int, guilty: int) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def raise_later_on_others(rank: int, world_size: int, guilty: int) -> None:
+def raise_later_on_others(rank: int, world_size: int, guilty: int, raised: str) -> None:
     if rank != guilty:
-        time.sleep(0.2)
+        while not Path(raised).exists():
+            time.sleep(0.01)
+        time.sleep(0.5)  # the guilty rank notes the moment in this time; whoever comes later counts as later anyway
+    else:
+        Path(raised).touch()
     raise KeyError(f"raised by {rank}")
 
 
@@ -44,11 +49,14 @@ def die_on(rank: int, world_size: int, guilty: int) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def die_with_a_child_left(rank: int, world_size: int) -> None:
-    """As a rank does whose data loader has workers: they keep its connections open for a while."""
-    if os.fork() == 0:
-        time.sleep(20)
+def die_with_a_child_left(rank: int, world_size: int, note: str) -> None:
+    """As a rank does whose data loader has workers: they keep its connections open. `note` is there while it lives."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os.unlink(note)
         os._exit(0)
+    Path(note).write_text(str(child))
     os._exit(7)
 
 
@@ -103,18 +111,17 @@ def test_the_first_failing_rank_is_named_with_its_traceback(ranks: Ranks) -> Non
     assert "in raise_on" in str(caught.value)
 
 
-def test_the_earliest_of_several_errors_is_the_one_told(ranks: Ranks) -> None:
+def test_the_earliest_of_several_errors_is_the_one_told(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="raised by 1"):
-        ranks(2, raise_later_on_others, 1)
+        ranks(2, raise_later_on_others, 1, str(tmp_path / "raised"))
 
 
 def test_a_hanging_rank_is_named_and_shown(ranks: Ranks) -> None:
-    start = time.monotonic()
+    ranks(2, rank_and_sum, 0)  # both are there, and have this module: rank 0 has little to do in its three seconds
     with pytest.raises(RankTimeout) as caught:
         ranks(2, hang_on, 1, timeout=3.0)
     assert caught.value.ranks == [1]
     assert "hang_on" in str(caught.value)
-    assert time.monotonic() - start < 60
 
 
 def test_a_dead_rank_is_the_cause_and_not_its_peers(ranks: Ranks) -> None:
@@ -123,12 +130,10 @@ def test_a_dead_rank_is_the_cause_and_not_its_peers(ranks: Ranks) -> None:
     assert caught.value.rank == 1
 
 
-def test_a_dead_rank_is_noticed_while_its_children_live(ranks: Ranks) -> None:
-    ranks(1, rank_and_sum, 0)
-    start = time.monotonic()
+def test_a_dead_rank_is_noticed_while_its_children_live(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="exit code 7"):
-        ranks(1, die_with_a_child_left)
-    assert time.monotonic() - start < 10
+        ranks(1, die_with_a_child_left, str(tmp_path / "child"))
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
 
 
 def test_the_pool_works_after_failures_with_new_processes(ranks: Ranks) -> None:

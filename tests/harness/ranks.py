@@ -23,6 +23,8 @@ _START_TIMEOUT = 180.0
 _GRACE = 1.0
 # How often to see whether a silent rank still lives.
 _LOOK_AGAIN = 0.5
+# How long a rank may take to begin to write its stacks, and a pause in which one that writes has written more.
+_STACK_TIMEOUT, _STACK_PAUSE = 10.0, 0.2
 # A server that has loaded these once forks the workers, so that new ones cost little. PyTorch loads its compiler when
 # the first optimizer is made, which takes seconds.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "tests.harness.worker", "pretrain_gpt"]
@@ -84,8 +86,11 @@ class _Worker:
     def stacks(self) -> str:
         """Where every thread of the worker stands now."""
         os.kill(self.process.pid or 0, signal.SIGUSR1)
-        time.sleep(0.2)
-        return self.stack_file.read_text(encoding="utf-8").strip() or "(no stack: it does not answer signals)"
+        deadline, before, text = time.monotonic() + _STACK_TIMEOUT, "", ""
+        while time.monotonic() < deadline and not text or text != before:  # until nothing more is written
+            time.sleep(_STACK_PAUSE)
+            before, text = text, self.stack_file.read_text(encoding="utf-8").strip()
+        return text or "(no stack: it does not answer signals)"
 
     def stop(self) -> None:
         self.process.kill()
