@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from megatron.pipeline import bubble, peak_in_flight
 from megatron.training.arguments import parse_composed
 from megatron.training.config import RunConfig
 from tests.harness.examples import DATA, dry_run, rounded, start
-from tests.harness.launch import REPOSITORY, environment, run_command
+from tests.harness.launch import REPOSITORY, environment, free_port, run_command
 
 BERT = "examples/pretrain_bert_3.9B.sh"
 BIG, SMALL, HUGE = (f"examples/pretrain_gpt_{size}.sh" for size in ("8.3B", "345M", "175B"))
@@ -319,11 +318,8 @@ def test_the_batch_script_runs_an_example_on_every_node(tmp_path: Path, script: 
 def test_the_big_example_at_toy_size_on_two_nodes_equals_one_node(tmp_path: Path, toy_data: Path) -> None:
     """Two launchers of two ranks each meet as nodes do; four ranks of one launcher train the same."""
     two, one = toy_folder(toy_data, tmp_path / "two"), toy_folder(toy_data, tmp_path / "one")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
     metrics = ["--metrics-file", str(two / "metrics.jsonl")]
-    done = slurm(tmp_path, BIG, *metrics, TOY="1", TOY_FOLDER=str(two), MASTER_PORT=port)
+    done = slurm(tmp_path, BIG, *metrics, TOY="1", TOY_FOLDER=str(two), MASTER_PORT=str(free_port()))
     logs = [path.read_text() for path in sorted(tmp_path.glob("?.log"))]
     assert done.returncode == 0, "\n".join([done.stderr, *logs])
     assert "saved iteration 4 to" in logs[0]
