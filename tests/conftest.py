@@ -1,9 +1,9 @@
 """Fixtures of all tests: `ranks` (functions on gloo ranks) and `shared` (reference data beside the repository)."""
 
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -13,8 +13,11 @@ from tests.harness.ranks import Ranks
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-# The machine's speed is not tested; in continuous integration every run tries the same examples.
-hypothesis.settings.register_profile("default", deadline=None, derandomize=bool(os.environ.get("CI")))
+# The machine's speed is not tested. Every run tries the same examples, so that a change alone makes a test fail;
+# `pytest --hypothesis-profile random` looks for others.
+_UNTIMED: dict[str, Any] = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("default", derandomize=True, database=None, **_UNTIMED)
+hypothesis.settings.register_profile("random", derandomize=False, **_UNTIMED)
 hypothesis.settings.load_profile("default")
 
 # What a shell starts in its background ignores Ctrl-C, and so would every program that a test starts and interrupts.

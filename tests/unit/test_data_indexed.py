@@ -97,7 +97,7 @@ def test_writes_the_bytes_of_the_table(tmp_path: Path, dtype: str) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["actual.bin", "actual.idx", "expected.bin", "expected.idx"]
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.lists(st.lists(st.integers(0, 65_535), max_size=6), max_size=12), st.integers(0, 12))
 def test_documents_come_back_one_by_one_and_together(tmp_path: Path, documents: list[list[int]], alone: int) -> None:
     with IndexedWriter(tmp_path / "x", "u2") as writer:

@@ -15,7 +15,7 @@ from tests.harness.token_files import write_token_files
 DOCUMENTS = st.lists(st.lists(st.lists(st.integers(0, 65_535), max_size=4), max_size=4), max_size=6)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(sets=st.lists(DOCUMENTS, max_size=4), together=st.integers(1, 20))
 def test_equal_to_one_set(tmp_path: Path, sets: list[list[list[list[int]]]], together: int) -> None:
     write_token_files(tmp_path / "whole", [document for documents in sets for document in documents])
