@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing import BackgroundSaver, load_checkpoint, save, save_checkpoint
+from megatron.checkpointing.checksum import CHUNK_BYTES
 from megatron.mpu.sharding import Sharding
 
 BLOCK = 16 * 2**20
@@ -88,6 +89,7 @@ def test_one_block_is_held_and_only_what_is_wanted_is_read(tmp_path: Path, kind:
     assert costs["load"] <= held + SMALL
     assert abs(costs["save behind"] - everything) <= SMALL  # the staging copy
     assert everything <= costs["load: read"] <= everything + SMALL
-    for part, blocks in (("rows", 1), ("columns", 2)):
-        assert costs[part] <= SMALL
+    # What is not contiguous where it goes is read into a chunk, by each thread that reads: two blocks are two threads.
+    for part, blocks, chunks in (("rows", 1, 0), ("columns", 2, 2)):
+        assert costs[part] <= chunks * CHUNK_BYTES + SMALL
         assert blocks * BLOCK <= costs[f"{part}: read"] <= blocks * BLOCK + SMALL

@@ -137,5 +137,6 @@ def test_the_benchmark_prints_both_ratios(tmp_path: Path, capsys: pytest.Capture
     told = capsys.readouterr().out
     for what in ("saving: ", "loading: "):
         (line,) = [line for line in told.splitlines() if line.strip().startswith(what)]
-        assert float(line.split(": ")[1].split()[0]) > 0 and line.endswith("goal at least 0.7")
+        # Of a mebibyte, on a machine that does other things besides, it may be anything.
+        assert float(line.split(": ")[1].split()[0]) >= 0 and line.endswith("goal at least 0.7")
     assert list(tmp_path.iterdir()) == []
