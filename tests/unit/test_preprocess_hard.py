@@ -1,5 +1,6 @@
 """preprocess_data.py on hard input: all formats, bad records, huge documents, parts, kills."""
 
+import contextlib
 import gzip
 import json
 import lzma
@@ -194,14 +195,15 @@ def test_odd_characters_go_through(tmp_path: Path, trained: Sequence[str], odd: 
 
 
 # Prints the exit code and the most memory held above the start, by this process and by the largest of its workers.
+# `ru_maxrss` of this process would begin with what its parent held before it became this program.
 MEASURED = """
-import resource, sys
+import re, resource, sys
 from tools import preprocess_data
 if __name__ == "__main__":
-    held = lambda who: resource.getrusage(who).ru_maxrss * 1024
-    before = held(resource.RUSAGE_SELF)
+    held = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+    before = held()
     code = preprocess_data.main(sys.argv[1:])
-    print("measured", code, held(resource.RUSAGE_SELF) - before, held(resource.RUSAGE_CHILDREN))
+    print("measured", code, held() - before, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
 """
 
 
@@ -255,7 +257,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path, repository: Path, m
         code, *both = measured(tmp_path, repository, words)
         assert code == 0
         held.append(both)
-    assert held[1][0] - held[0][0] < 8e6
+    assert held[1][0] - held[0][0] < 12e6  # with the pages of a part that is mapped; of all parts they are 14 MB more
     assert held[1][1] - held[0][1] < 8e6
 
 
@@ -293,7 +295,7 @@ def test_a_request_to_end_leaves_nothing(tmp_path: Path, repository: Path, more:
     environment = os.environ | {"PYTHONPATH": str(repository)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         deadline = time.monotonic() + 60
-        while not any(path.stat().st_size for path in tmp_path.glob("new/**/*.bin.*.tmp")):
+        while not any(size_of(path) for path in tmp_path.glob("new/**/*.bin.*.tmp")):
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -352,7 +354,14 @@ def test_an_interrupt_while_workers_start_is_told_in_one_sentence(
 def workers_of(pid: int) -> list[str]:
     """The worker processes that `pid` has started."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
-    return [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [child for child in children if b"spawn_main" in command_line(child)]
+
+
+def command_line(pid: str) -> bytes:
+    """That of a process, nothing where it has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 class Sleeper:
@@ -407,4 +416,12 @@ def interrupt_after(note: Path) -> None:
 
 def half_written(folder: Path) -> bool:
     """Whether tokens stand under a temporary name."""
-    return any(path.stat().st_size > 100_000 for path in folder.glob(".x_text_document.bin.*.tmp"))
+    return any(size_of(path) > 100_000 for path in folder.glob(".x_text_document.bin.*.tmp"))
+
+
+def size_of(path: Path) -> int:
+    """The bytes of a file, none where it has got another name meanwhile."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
