@@ -166,7 +166,8 @@ def test_fp16_scales_the_loss_of_a_question(ranks: Ranks, race: Path) -> None:
     chosen = {"epochs": 1, "hidden_size": 16, "num_attention_heads": 2, "keep_last": True}
     single = ranks(1, run_finetune, task_flags("RACE", race, **chosen))[0]
     half = ranks(1, run_finetune, task_flags("RACE", race, fp16=True, initial_loss_scale=2.0**14, **chosen))[0]
-    assert half.series("grad-norm") == pytest.approx(single.series("grad-norm"), rel=0.05)
+    # Rounding takes up to 5 % of norms as small as these; a wrong count or scale would be a factor of 2 or more.
+    assert half.series("grad-norm") == pytest.approx(single.series("grad-norm"), rel=0.2)
     assert half.progress["run"]["skipped_iterations"] == 0
 
 
