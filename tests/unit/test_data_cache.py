@@ -168,7 +168,7 @@ def test_a_wait_ends_with_a_sentence(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(ValueError, match=r"x-[0-9a-f]{24}.json did not appear within 0.2 seconds: .*build_index.py"):
         ArrayCache([tmp_path], builds=False, timeout=0.2).get("x", KEY, Builder())
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
 
 
 def slow_get(folder: str, log: str) -> int:

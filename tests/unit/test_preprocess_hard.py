@@ -273,7 +273,7 @@ def test_a_kill_leaves_no_half_set(tmp_path: Path, repository: Path, more: list[
     command = [sys.executable, str(repository / "tools/preprocess_data.py"), *words, "--workers", "2"]
     environment = os.environ | {"PYTHONPATH": str(repository)}
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while not half_written(tmp_path) and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert half_written(tmp_path), "the kill comes too late to mean anything"
@@ -294,7 +294,7 @@ def test_a_request_to_end_leaves_nothing(tmp_path: Path, repository: Path, more:
     command = [sys.executable, str(repository / "tools/preprocess_data.py"), *words]
     environment = os.environ | {"PYTHONPATH": str(repository)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while not any(size_of(path) for path in tmp_path.glob("new/**/*.bin.*.tmp")):
             assert process.poll() is None
             assert time.monotonic() < deadline
@@ -337,7 +337,7 @@ def test_an_interrupt_while_workers_start_is_told_in_one_sentence(
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
     ) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while not workers_of(process.pid):
             assert process.poll() is None
             assert time.monotonic() < deadline
@@ -375,7 +375,7 @@ class Sleeper:
     def tokenize(self, text: str) -> list[int]:
         if text == "wait for it":
             self.note.touch()
-            time.sleep(60)
+            time.sleep(300)
         elif text == "refuse":
             while not self.note.exists():
                 time.sleep(0.01)
@@ -399,7 +399,7 @@ def test_partitions_that_run_are_not_waited_for_when_one_fails(
         threading.Thread(target=interrupt_after, args=(note,)).start()
     more = ["--on-bad-record", "fail", "--partitions", "2", "--workers", "2"]
     assert run(tmp_path, [tmp_path / "in.jsonl"], *more) == (2 if why == "bad record" else 130)
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < 200
     told = capfd.readouterr().err
     assert ("in.jsonl:2: not understood" if why == "bad record" else "error: interrupted") in told
     assert "Traceback" not in told
@@ -408,7 +408,7 @@ def test_partitions_that_run_are_not_waited_for_when_one_fails(
 
 def interrupt_after(note: Path) -> None:
     """Send this process what Ctrl-C sends, once `note` exists."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not note.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGINT)
