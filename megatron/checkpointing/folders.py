@@ -1,5 +1,6 @@
 """Folders on disk: names, the tracker, publishing a finished checkpoint, what an interrupted save left behind."""
 
+import contextlib
 import logging
 import os
 import re
@@ -123,15 +124,30 @@ def leftovers(directory: Path) -> list[Path]:
 
 
 def clean_leftovers(directory: Path) -> None:
-    """Remove what interrupted saves have left, and say so; an earlier checkpoint caught in the middle is put back."""
+    """Remove what interrupted saves have left, and say so; an earlier checkpoint caught in the middle is put back.
+
+    What cannot be is told and left: it is in nobody's way but that of a save of the same iteration.
+    """
     for entry in leftovers(directory):
-        number = entry.name.removeprefix(".iter_").removesuffix(".old")
-        if number.isdigit() and not iteration_folder(directory, int(number)).exists():
-            os.rename(entry, iteration_folder(directory, int(number)))
-            _logger.warning("%s: put back from %s, where an interrupted save had left it", directory, entry.name)
-            continue
-        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        _logger.warning("%s: removed %s, the leftover of an interrupted save", directory, entry.name)
+        try:
+            _clean(directory, entry)
+        except OSError as error:
+            _logger.warning("%s: the leftover of an interrupted save cannot be removed: %s", entry, error)
+
+
+def _clean(directory: Path, entry: Path) -> None:
+    number = entry.name.removeprefix(".iter_").removesuffix(".old")
+    if number.isdigit() and not iteration_folder(directory, int(number)).exists():
+        os.rename(entry, iteration_folder(directory, int(number)))
+        _logger.warning("%s: put back from %s, where an interrupted save had left it", directory, entry.name)
+        return
+    _remove(entry)
+    _logger.warning("%s: removed %s, the leftover of an interrupted save", directory, entry.name)
+
+
+def _remove(entry: Path) -> None:
+    """Remove a folder or a file; of a link, by which a checkpoint was moved to another disk, the link alone."""
+    shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
 def publish(directory: Path, iteration: int) -> None:
@@ -158,7 +174,8 @@ def publish(directory: Path, iteration: int) -> None:
         # After a power cut the tracker may name the checkpoint before: also a whole one.
         _logger.warning("%s: saved, but the tracker's name may not have reached the disk (%s)", final, error)
     # Published: what cannot be removed now is removed before the next save.
-    shutil.rmtree(old, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        _remove(old)
 
 
 def remove_older(directory: Path, published: int, keep: int, left_alone: Collection[int] = ()) -> None:
@@ -174,7 +191,7 @@ def remove_older(directory: Path, published: int, keep: int, left_alone: Collect
         folder, doomed = iteration_folder(directory, number), directory / f".iter_{number:07d}.del"
         try:
             os.rename(folder, doomed)
-            shutil.rmtree(doomed)
+            _remove(doomed)
         except OSError as error:
             _logger.warning("%s: it is to be removed, and cannot be: %s", folder, error)
 

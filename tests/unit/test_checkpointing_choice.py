@@ -156,6 +156,18 @@ def test_folders_of_others_are_not_removed(directory: Path, caplog: pytest.LogCa
     assert iterations(directory) == [1, 15, 20] and classic.is_dir()
 
 
+def test_a_checkpoint_on_another_disk_is_left_there(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A link to it stands in its place, and goes when its turn comes, or when the iteration is saved again."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    for iteration in (5, 15):
+        shutil.move(directory / f"iter_{iteration:07d}", elsewhere)
+        (directory / f"iter_{iteration:07d}").symlink_to(elsewhere / f"iter_{iteration:07d}")
+    save(directory, 15, keep_last=2)
+    save(directory, 20, keep_last=2)
+    assert sorted(path.name for path in directory.iterdir()) == ["iter_0000015", "iter_0000020", TRACKER]
+    assert load(directory, 15).iteration == 15 and iterations(elsewhere) == [5, 15]
+
+
 def test_what_cannot_be_removed_is_told(
     directory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +178,9 @@ def test_what_cannot_be_removed_is_told(
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", refuse)
         save(directory, 20, keep_last=3)
+        save(directory, 22, keep_last=4)  # which is in the way of none that follows
     assert "iter_0000005: it is to be removed, and cannot be" in caplog.text
-    assert iterations(directory) == [10, 15, 20]
+    assert "iter_0000005.del: the leftover of an interrupted save cannot be removed" in caplog.text
+    assert iterations(directory) == [10, 15, 20, 22]
     save(directory, 25, keep_last=3)
     assert sorted(path.name for path in directory.iterdir() if path.name.startswith(".")) == []
