@@ -3,7 +3,8 @@
 DIR is the folder of a run, with `latest_checkpointed_iteration.txt`; --ckpt-step chooses another checkpoint than the
 latest. Files, sizes and the cover of every tensor are always checked; with --verify every byte is read and compared
 with its checksum. --diff OTHER compares all tensors and values with those of another run's checkpoint, or of the same
-run's at --diff-step, and lists what differs in place of all tensors.
+run's at --diff-step, and lists what differs in place of all tensors; what belongs to one rank alone, such as its random
+generators, only where both were saved at one layout.
 
 Exit code 0; 1 where something is damaged or, with --diff, different; 2 for mistakes.
 """

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,10 @@ class Survey:
 
     def read(self, name: str) -> Tensor:
         """A whole tensor that the ranks share. Raises `DamageError` where it is not what was saved."""
-        stored = self.tensors[name]
+        return self.read_stored(self.tensors[name])
+
+    def read_stored(self, stored: StoredTensor) -> Tensor:
+        """A whole tensor, of the ranks together or of one. Raises `DamageError` where it is not what was saved."""
         values = torch.empty(stored.shape, dtype=dtype_of(stored.dtype))
         with PieceReader(self.folder, self.index.block_bytes) as reader:
             reader.read([(stored, [(Rectangle.whole(stored.shape), values)])])
@@ -59,18 +62,27 @@ class Survey:
 
 
 def differences(a: Survey, b: Survey) -> Iterator[str]:
-    """A sentence for each tensor and each plain value that is not the same in both; one tensor of each in memory."""
-    for name in sorted(a.tensors.keys() | b.tensors.keys()):
-        if name not in a.tensors or name not in b.tensors:
-            yield f"{name}: only in the {'first' if name in a.tensors else 'second'}"
+    """A sentence for each tensor and each plain value that is not the same in both; one tensor of each in memory.
+
+    What belongs to the ranks alone, such as their random generators, is compared where both have one layout.
+    """
+    shared = a.index.layout != b.index.layout
+    one, other = ({t.name: t for t in _tensors(survey, shared)} for survey in (a, b))
+    for name in sorted(one.keys() | other.keys()):
+        if name not in one or name not in other:
+            yield f"{name}: only in the {'first' if name in one else 'second'}"
             continue
-        kinds = [f"{t.dtype} {list(t.shape)}" for t in (a.tensors[name], b.tensors[name])]
+        kinds = [f"{t.dtype} {list(t.shape)}" for t in (one[name], other[name])]
         if kinds[0] != kinds[1]:
             yield f"{name}: {kinds[0]} and {kinds[1]}"
-        elif (words := _difference(a.read(name), b.read(name))) is not None:
+        elif (words := _difference(a.read_stored(one[name]), b.read_stored(other[name]))) is not None:
             yield f"{name}: {words}"
     yield from _value_differences(a.index.layout, b.index.layout, "layout")
     yield from _value_differences(a.state(), b.state(), "state")
+
+
+def _tensors(survey: Survey, shared: bool) -> Iterable[StoredTensor]:
+    return survey.tensors.values() if shared else survey.index.contents.all_tensors()
 
 
 def _difference(a: Tensor, b: Tensor) -> str | None:

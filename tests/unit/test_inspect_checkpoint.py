@@ -112,6 +112,21 @@ def test_differences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert inspect_checkpoint.main([str(first), "--diff", str(first), "--diff-step", "5"]) == 0
 
 
+@pytest.mark.parametrize("layout", [{"tensor": 1}, {"tensor": 2}])
+def test_what_belongs_to_a_rank_differs_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: dict[str, int]
+) -> None:
+    """At one layout alone: at another it is of other ranks."""
+    place = {"w": (torch.ones(3), Sharding("w", (3,), None, 0))}
+    for iteration, at in ((1, {"tensor": 1}), (2, layout)):
+        own = {"rng": torch.full((4,), iteration, dtype=torch.uint8)}
+        save_checkpoint(tmp_path, iteration, place, {}, own, rank=0, world_size=1, layout=at)
+    assert inspect_checkpoint.main([str(tmp_path), "--diff", str(tmp_path), "--diff-step", "1"]) == 1
+    told = capsys.readouterr().out.splitlines()
+    words = "layout.tensor: 2 and 1" if layout["tensor"] == 2 else "rank0:rng: 1 apart at most, of values up to 1"
+    assert [line.strip() for line in told[-1:]] == [words] and told[-2].startswith("DIFFERENT")
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
