@@ -6,6 +6,7 @@ is asked, and sizes and tokenizer come from the checkpoint itself. Without `--pr
 """
 
 import dataclasses
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -163,6 +164,8 @@ def write_file(generator: Generator, asked: GenerateConfig) -> None:
 def converse(generator: Generator) -> None:
     """Ask for prompts on the first rank until there are no more."""
     control = Control()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is no UTF-8 is told like any other wrong prompt
     while (line := control.share(ask() if control.first else None)) is not None:
         try:
             write_one(generator, line)

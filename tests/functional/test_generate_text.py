@@ -3,6 +3,7 @@
 import builtins
 import io
 import json
+import re
 import runpy
 import sys
 from collections.abc import Sequence
@@ -124,6 +125,17 @@ def test_a_conversation(checkpoints: str, monkeypatch: pytest.MonkeyPatch, capsy
     assert "not 'word'" in wrong
     assert "the prompt has 17 tokens: the model takes 16 at most" in long
     assert ends == ["the text ends at the model's context of 16 tokens"] * (len(second.split()) == 17)
+
+
+def test_a_line_that_is_no_utf8_ends_no_conversation(
+    checkpoints: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"1 2\n\xff\n3\n"), encoding="utf-8"))
+    tool()["main"](["--load", checkpoints, "--out-seq-length", "0", "--distributed-backend", "gloo"])
+    told = capsys.readouterr()
+    asked = "prompt (Ctrl-D ends)> "
+    assert told.out == f"{asked}1 2\n{asked}{asked}3\n{asked}\n"
+    assert re.fullmatch(r"error: .*udcff.*\n", told.err)
 
 
 def loaded_dtype(rank: int, world_size: int, load: str, dtype: torch.dtype | None) -> torch.dtype:
