@@ -14,6 +14,17 @@ class SaveError(RuntimeError):
 
 
 @contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Have an OSError in the block name `path` where it names no file, as that of a full disk does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextlib.contextmanager
 def unreadable_is_damage(path: str | os.PathLike[str]) -> Iterator[None]:
     """Raise `DamageError` naming `path` for an OSError in the block, such as that of a disk with a bad sector."""
     try:

@@ -432,6 +432,6 @@ def test_a_disk_that_fails_early_is_heard_of(tmp_path: Path, monkeypatch: pytest
             fail()
 
     monkeypatch.setattr(os, "fdatasync", fail_once)
-    assert "No space left on device" in attempt(tmp_path, 20)
+    assert f"No space left on device: '{tmp_path}/.iter_0000020.tmp/rank_00000.safetensors'" in attempt(tmp_path, 20)
     assert load(tmp_path) == (10, 1.0)
     assert attempt(tmp_path, 20) == "saved" and len(told) > 1
