@@ -6,6 +6,18 @@
 #   RACE=/data/RACE SAVE=/data/race-minilm bash examples/finetune_race_minilm.sh
 #
 # RACE has train and dev, and each of them middle and high. DRY_RUN=1 prints the commands and runs nothing.
+#
+# What was seen with OneStopQA's questions in RACE's layout: 642 to train on (321, each of them in middle and in high),
+# and 174 on other articles in dev. On one core (THREADS=1), by these flags behind the command above, of 174 were right
+# after each epoch
+#
+#   --lr 2e-4 --global-batch-size 6 --micro-batch-size 6
+#       68 (39.08 %), 48 (27.59 %), 48 (27.59 %)
+#   --lr 1e-4 --global-batch-size 6 --micro-batch-size 6 --epochs 2 --hidden-dropout 0 --attention-dropout 0
+#       50 (28.74 %), 49 (28.16 %)
+#
+# where chance is 25 %: but for one epoch, hardly more. In the first run the loss stayed that of guessing, 1.38. In the
+# second it fell to 0.3: the questions trained on are learned, but nothing that helps with others. RACE has 88,000.
 set -euo pipefail
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$repository/examples/pretraining.sh"
