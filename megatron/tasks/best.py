@@ -53,28 +53,30 @@ class Best:
                 f"writes it; --eval-only --load {self._folder} writes the scores of that"
             )
 
-    def offer(self, run: Run, epoch: int, predictions: Sequence[Prediction]) -> bool:
-        """Keep the model as it is now if more is right than ever before; whether it is the best.
+    def offer(self, run: Run, epoch: int, predictions: Sequence[Prediction]) -> None:
+        """Keep the model as it is now if more is right than in what is kept.
 
         Collective as `save_checkpoint`. A failure to write is told, and is no reason to stop.
         """
         count = count_correct(predictions)["all"]
         again = run.trainee.state.iteration == self._iteration  # what is kept already
         if count.correct <= self.correct and not again:
-            return False
-        self.correct, self._iteration = max(count.correct, self.correct), run.trainee.state.iteration
+            return
         try:
             if self._folder is not None and not again:
                 self._save(run, self._folder, epoch, count)
-            if self._predictions_file is not None and run.world.reports:
-                write_predictions(self._predictions_file, predictions)
-        except (SaveError, OSError) as error:
+        except SaveError as error:  # on every rank
             run.audience.on_message(f"the best epoch could not be kept: {error}")
-        return True
+            return
+        self.correct, self._iteration = max(count.correct, self.correct), run.trainee.state.iteration
+        if self._predictions_file is not None and run.world.reports:
+            try:
+                write_predictions(self._predictions_file, predictions)
+            except OSError as error:
+                run.audience.on_message(f"the scores of the best epoch could not be written: {error}")
 
     def _save(self, run: Run, folder: str, epoch: int, count: Count) -> None:
         trainee = run.trainee
-        self._left_alone.discard(trainee.state.iteration)
         weights = {name: held for name, held in trainee.written().items() if not name.startswith(OPTIMIZER_STATE)}
         state = {
             "model": model_signature(trainee.model),
@@ -95,6 +97,7 @@ class Best:
             keep_last=1,
             left_alone=self._left_alone,
         )
+        self._left_alone.discard(trainee.state.iteration)
         run.audience.on_message(f"epoch {epoch} is the best so far, its weights are in {folder}")
 
 
