@@ -14,7 +14,7 @@ class SaveError(RuntimeError):
 
 
 @contextlib.contextmanager
-def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+def naming_file(path: str | os.PathLike[str]) -> Iterator[None]:
     """Have an OSError in the block name `path` where it names no file, as that of a full disk does not."""
     try:
         yield

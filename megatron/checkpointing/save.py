@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from megatron.base.files import fsync_directory
 from megatron.base.rectangles import Rectangle
 from megatron.checkpointing.checksum import crc32
-from megatron.checkpointing.errors import SaveError, naming
+from megatron.checkpointing.errors import SaveError, naming_file
 from megatron.checkpointing.folders import (
     INDEX,
     STATE,
@@ -171,7 +171,7 @@ def _write_index(
 
 
 def _write_durably(path: Path, content: bytes) -> None:
-    with naming(path), open(path, "xb") as stream:
+    with naming_file(path), open(path, "xb") as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.base.rectangles import Rectangle, rectangles_of_range
 from megatron.checkpointing.checksum import CHUNK_BYTES, crc32
-from megatron.checkpointing.errors import naming
+from megatron.checkpointing.errors import naming_file
 from megatron.checkpointing.header import make_header
 from megatron.checkpointing.index import StoredPiece, dtype_name
 
@@ -37,7 +37,7 @@ def write_pieces(path: Path, pieces: Sequence[NewPiece], block_bytes: int) -> li
     # Wide elements first, which keeps every piece aligned to its own element size.
     ordered = sorted(pieces, key=lambda piece: (-piece.values.element_size(), piece.name, piece.rectangle))
     stored = []
-    with naming(path), open(path, "xb") as stream:
+    with naming_file(path), open(path, "xb") as stream:
         stream.write(_header(ordered, path.name))
         with _Flusher(stream.fileno(), block_bytes) as flusher:
             for piece in ordered:

@@ -176,7 +176,11 @@ def failures(rank: int, world_size: int, directory: str) -> list[str]:
 
 def test_a_failure_on_one_rank_is_heard_by_all(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks(2, failures, str(tmp_path))
-    assert first == second == ["rank 1: OSError: [Errno 28] No space left on device"] * 3
+    said, file = (
+        "rank 1: OSError: [Errno 28] No space left on device",
+        tmp_path / ".iter_0000002.tmp/rank_00001.safetensors",
+    )
+    assert first == second == [f"{said}: '{file}'", f"{said}: '{file}'", said]
 
 
 def lost_folder(rank: int, world_size: int, directory: str) -> str:

@@ -139,7 +139,7 @@ complaints = functools.partial(runs.complaints, main=pretrain_bert.main)
 def test_mistakes_are_told(ranks: Ranks, capsys: pytest.CaptureFixture[str], data_path: str, tmp_path: Path) -> None:
     for changes, sentence in (
         ({"mask_prob": 0}, "--mask-prob 0.0: it must be above 0"),
-        ({"reset_attention_mask": True}, "--reset-attention-mask is not known"),
+        ({"reset_attention_mask": True}, "--reset-attention-mask is a flag of pretrain_gpt.py, not of this"),
         ({"seq_length": 4}, "--seq-length 4: a sample for BERT takes at least 5"),
         ({"tokenizer_type": "NullTokenizer", "vocab_size": 90}, "NullTokenizer --vocab-size 90: no classification to"),
         ({"norm_position": "post", "apply_residual_connection_post_layernorm": True}, "it needs --norm-position pre"),
