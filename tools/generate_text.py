@@ -121,8 +121,12 @@ class Generator:
 
 
 def print_piece(text: str) -> None:
-    """Print a piece of a text as it comes."""
-    print(text, end="", flush=True)
+    """Print a piece of a text as it comes, letters that the terminal's encoding lacks by their numbers.
+
+    They are no error: the rank that prints would raise it alone, in the midst of what all ranks do together.
+    """
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
 
 
 def silent(text: str) -> None:

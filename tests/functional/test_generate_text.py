@@ -138,6 +138,13 @@ def test_a_line_that_is_no_utf8_ends_no_conversation(
     assert re.fullmatch(r"error: .*udcff.*\n", told.err)
 
 
+def test_letters_that_the_terminal_lacks_end_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(told, encoding="latin-1"))
+    tool()["print_piece"]("é \ufffd")
+    assert told.getvalue() == b"\xe9 \\ufffd"
+
+
 def loaded_dtype(rank: int, world_size: int, load: str, dtype: torch.dtype | None) -> torch.dtype:
     mpu.initialize_model_parallel(world_size)
     stored = stored_config(load)
