@@ -202,6 +202,7 @@ def drop_layer(record: dict[str, Any], begin: str) -> None:
         del encoder[name]
 
 
+EVERY = ["00_000", "01_000", "00_001", "01_001"]
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "a tensor more": (lambda r: r["model"].update(pooler={"weight": torch.ones(2)}), "no place in the model: pooler"),
     "a tensor less": (
@@ -218,6 +219,10 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
         lambda r: drop_layer(r, "layers.1."),
         "there are 3 layers, and it was saved with num_layers 4",
     ),
+    "layers of other names": (
+        lambda r: r["model"]["language_model"].update(decoder=r["model"]["language_model"].pop("encoder")),
+        "has no layer of a classic transformer, such as encoder.layers.0",
+    ),
     "a state without groups": (lambda r: r.update(optimizer={"state": {}}), "param_groups is"),
     "a state that is a number": (lambda r: r["optimizer"]["state"][3].update(exp_avg=1), "where a tensor is expected"),
 }
@@ -229,7 +234,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     write_classic(tmp_path / "theirs", CONFIG, random(1), Layout(2, 2), ARGS, moments)
     change, words = CHANGES[what]
     # Flags are read from the first rank's file, and a layer is missing on all tensor ranks.
-    for place in {"other ranks": ["00_000"], "a last layer less": ["00_000", "01_000"]}.get(what, ["01_000"]):
+    places = {"other ranks": ["00_000"], "a last layer less": ["00_000", "01_000"], "layers of other names": EVERY}
+    for place in places.get(what, ["01_000"]):
         edited(tmp_path / f"theirs/iter_0000007/mp_rank_{place}/model_optim_rng.pt", change)
     assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
     complaint = capsys.readouterr().err

@@ -258,6 +258,11 @@ def _check_together(checkpoint: ClassicCheckpoint) -> None:
     }
     if len(kinds) > 1:
         raise ValueError(f"{checkpoint.folder}: the files are not of one iteration, version and number of chunks")
+    if not checkpoint.num_layers:
+        raise ValueError(
+            f"{checkpoint.folder}: it has no layer of a classic transformer, such as encoder.layers.0; models of "
+            "Megatron Core, whose tensors have other names, are not converted"
+        )
     for name, found, what in (
         ("tensor_model_parallel_size", checkpoint.tensor_size, "files of {} ranks"),
         ("pipeline_model_parallel_size", checkpoint.pipeline_size, "files of {} ranks"),
