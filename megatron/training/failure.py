@@ -91,7 +91,9 @@ def print_problems(error: Exception) -> None:
 def _words_of_system(error: Exception) -> str:
     """The file and what is wrong with it, where an `OSError` says both; else the error's own words."""
     if isinstance(error, OSError) and error.filename and error.strerror and error.filename2 is None:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+        # Of a file that is open already it is a number.
+        name = str(error.filename) if isinstance(error.filename, int) else os.fsdecode(error.filename)
+        return f"{name}: {error.strerror}"
     return str(error)
 
 

@@ -38,6 +38,8 @@ def unbuffered(pipe: Pipe) -> io.TextIOWrapper:
         (lambda: say("one", sys.stderr), "one\n"),
         (lambda: Console().on_message("one"), "one\n"),
         (lambda: print_problems(OSError("one")), "error: one\n"),
+        (lambda: print_problems(OSError(9, "closed", "a file")), "error: a file: closed\n"),
+        (lambda: print_problems(OSError(9, "closed", 3)), "error: 3: closed\n"),
     ],
 )
 def test_a_line_and_its_end_are_one_write(

@@ -14,6 +14,7 @@ from megatron.base.config import Config, flag, minimum_problems
 from megatron.training.arguments import add_config_flags, config_from_namespace, parse_composed
 from megatron.training.bert import BertRunConfig
 from megatron.training.config import RunConfig
+from megatron.training.launcher import Launch, local_rank, speaks_for_node
 from tests.harness.runs import flags
 
 
@@ -214,6 +215,7 @@ def test_the_number_of_ranks_of_the_launcher(monkeypatch: pytest.MonkeyPatch, ra
         ({"RANK": "one"}, "RANK one: the launcher must set it to a whole number of at least 0, or not at all"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK 2: the launcher must set it to a number below WORLD_SIZE, 2"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE 2: there is no RANK beside it; the launcher must set both or none"),
+        ({"RANK": "2"}, "RANK 2: there is no WORLD_SIZE beside it; the launcher must set both or none"),
         (
             {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "a"},
             "MASTER_PORT a: the launcher must set it to a whole number of at least 0, or not at all",
@@ -229,6 +231,15 @@ def test_what_a_launcher_may_not_say(
     with pytest.raises(SystemExit) as ended:
         pretrain_gpt.main(flags("data"))
     assert ended.value.code == 2 and capsys.readouterr().err == f"error: {sentence}\n"
+
+
+def test_variables_that_other_launchers_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With spaces, as `wc` writes numbers; and those of who has made the process group without them."""
+    for name, text in {"RANK": " 3", "LOCAL_RANK": "1\n", "WORLD_SIZE": "       4"}.items():
+        monkeypatch.setenv(name, text)
+    assert (Launch.of_environment(), local_rank()) == (Launch(3, 4), 1)
+    monkeypatch.delenv("RANK")
+    assert local_rank() == 1 and not speaks_for_node()
 
 
 def test_unknown_name_in_yaml_is_told(tmp_path: Path) -> None:
