@@ -257,7 +257,7 @@ def _logits(program: str, directory: str, step: int | None, transfer: Transfer, 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the flags and convert; returns 0, or 2 for what is wrong."""
-    return exit_code(lambda: convert(parse_composed(Request, argv, prog="convert_checkpoint.py").convert))
+    return exit_code(lambda: convert(parse_composed(Request, argv, world_size=1, prog="convert_checkpoint.py").convert))
 
 
 if __name__ == "__main__":

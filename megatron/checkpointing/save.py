@@ -139,7 +139,8 @@ def _write_part(folder: Path, rank: int, shared: list[_Part], own: list[_Part]) 
     by_plain_name = {name.removeprefix(rank_name(rank, "")): tensor for name, tensor in own_tensors.items()}
     files = {path.name: path.stat().st_size} if pieces else {}
     part = Contents(tensors, {rank: by_plain_name}, files)
-    _part_file(folder, rank).write_text(json.dumps(part.as_json()), encoding="utf-8")
+    with naming_file(_part_file(folder, rank)):
+        _part_file(folder, rank).write_text(json.dumps(part.as_json()), encoding="utf-8")
 
 
 def _with_pieces(parts: Iterable[_Part], stored: list[tuple[str, StoredPiece]]) -> dict[str, StoredTensor]:
