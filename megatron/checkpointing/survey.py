@@ -66,8 +66,8 @@ def differences(a: Survey, b: Survey) -> Iterator[str]:
 
     What belongs to the ranks alone, such as their random generators, is compared where both have one layout.
     """
-    shared = a.index.layout != b.index.layout
-    one, other = ({t.name: t for t in _tensors(survey, shared)} for survey in (a, b))
+    own = a.index.layout == b.index.layout
+    one, other = ({t.name: t for t in _tensors(survey, own)} for survey in (a, b))
     for name in sorted(one.keys() | other.keys()):
         if name not in one or name not in other:
             yield f"{name}: only in the {'first' if name in one else 'second'}"
@@ -81,8 +81,9 @@ def differences(a: Survey, b: Survey) -> Iterator[str]:
     yield from _value_differences(a.state(), b.state(), "state")
 
 
-def _tensors(survey: Survey, shared: bool) -> Iterable[StoredTensor]:
-    return survey.tensors.values() if shared else survey.index.contents.all_tensors()
+def _tensors(survey: Survey, own: bool) -> Iterable[StoredTensor]:
+    """What the ranks share and, with `own`, what belongs to each alone."""
+    return survey.index.contents.all_tensors() if own else survey.tensors.values()
 
 
 def _difference(a: Tensor, b: Tensor) -> str | None:

@@ -20,15 +20,8 @@ _LARGEST_SIZE = 2**24
 _LARGEST_COUNT = 2**60
 _COUNTS = ("iteration", "total_iters")
 _SIZE_FLAGS = (
-    *(
-        "num_layers",
-        "num_attention_heads",
-        "kv_channels",
-        "make_vocab_size_divisible_by",
-        "padded_vocab_size",
-        "global_batch_size",
-    ),
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "model_parallel_size"),
+    *("num_layers", "num_attention_heads", "kv_channels", "make_vocab_size_divisible_by", "padded_vocab_size"),
+    *("global_batch_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "model_parallel_size"),
 )
 _WHOLE = re.compile(r"[0-9]{1,18}")  # a number that is kept as text
 _NUMBER_FLAGS = ("layernorm_epsilon", "attention_dropout", "hidden_dropout", "init_method_std")
