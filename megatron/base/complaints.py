@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -30,7 +31,9 @@ def problems_of(error: ValueError) -> list[str]:
 def naming(place: str | os.PathLike[str]) -> Iterator[None]:
     """Let sentences of a `ValueError` in the block begin with `place`, a file or folder, where they do not say it."""
     path = str(Path(place))
+    # As a whole, for a folder may be named bert, and a sentence say what a bert is.
+    said = re.compile(rf"(?<![\w./-]){re.escape(path)}[:/]")
     try:
         yield
     except ValueError as error:
-        raise ConfigError(p if path in p else f"{path}: {p}" for p in problems_of(error)) from error
+        raise ConfigError(p if said.search(p) else f"{path}: {p}" for p in problems_of(error)) from error

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.base import files
-from megatron.base.complaints import ConfigError, problems_of, raise_joined
+from megatron.base.complaints import ConfigError, naming, problems_of, raise_joined
 from megatron.base.compose import ComposedConfig, Invalid, combines, compose, make_section, section_types
 from megatron.base.config import (
     Config,
@@ -259,6 +259,22 @@ def test_sections_are_the_fields_that_are_configs() -> None:
 def test_each_section_takes_what_it_owns() -> None:
     kitchen = compose(Kitchen, {"heat": 200, "portions": 4, "unknown": 1}, world_size=2)
     assert (kitchen.oven, kitchen.dish, kitchen.name) == (Oven(heat=200), Dish(4), "home")
+
+
+@pytest.mark.parametrize(
+    ("place", "sentence", "told"),
+    [
+        ("bert", "it is of a bert-encoder", "bert: it is of a bert-encoder"),
+        ("./bert/", "bert: there is no model in it", "bert: there is no model in it"),
+        ("bert", "bert/config.json: it is no file", "bert/config.json: it is no file"),
+        ("bert", "tensors of a/bert: two are missing", "bert: tensors of a/bert: two are missing"),
+        ("/data/a+b", "cannot open '/data/a+b/model'", "cannot open '/data/a+b/model'"),
+    ],
+)
+def test_a_place_is_said_once(place: str, sentence: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught, naming(place):
+        raise ValueError(sentence)
+    assert problems_of(caught.value) == [told]
 
 
 def test_complaints_of_all_sections_are_gathered() -> None:
