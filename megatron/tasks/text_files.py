@@ -1,6 +1,7 @@
 """Files of text that a flag names, and JSON of anybody's: UTF-8, an object on each line."""
 
 import json
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -13,11 +14,10 @@ class Line(NamedTuple):
 
 def read_utf8(flag: str, path: str) -> str:
     """The text of the file that `flag` names, its line ends as they are. Raises ValueError where it is no UTF-8."""
-    with open(path, encoding="utf-8-sig", newline="") as stream:
-        try:
-            return stream.read()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{flag} {path}: it is not UTF-8 ({error.reason} at byte {error.start})") from None
+    try:
+        return Path(path).read_bytes().decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag} {path}: it is not UTF-8 ({error.reason} at byte {error.start})") from None
 
 
 def read_lines(flag: str, path: str) -> list[Line]:
