@@ -106,6 +106,12 @@ class Generator:
         """The prompt of this number."""
         return Prompt(ids, self._asked.out_seq_length, self._sampling, self._stop_ids, (self._asked.seed, number))
 
+    def prompt_of(self, text: str) -> Prompt:
+        """The prompt that a text is. Raises ValueError, on every rank alike, where it is none for the model."""
+        made = self.prompt(self.tokenizer.tokenize(text), 0)
+        raise_joined(made.problems(self.model.context, self.model.vocab_size))
+        return made
+
     def write(self, prompts: Sequence[Prompt], aloud: bool = False) -> list[Written]:
         """Their texts; `aloud` prints what comes on the first rank."""
         longest = max((len(prompt.ids) + prompt.length for prompt in prompts), default=1)
@@ -133,19 +139,17 @@ def silent(text: str) -> None:
     """Print nothing."""
 
 
-def write_one(generator: Generator, prompt: str) -> str:
-    """Print the prompt and what is added to it; the same text is returned on every rank."""
-    made = generator.prompt(generator.tokenizer.tokenize(prompt), 0)
-    raise_joined(made.problems(generator.model.context, generator.model.vocab_size))
+def write_one(generator: Generator, text: str, prompt: Prompt) -> str:
+    """Print a prompt, the text of which is given, and what is added to it; all of it is returned, on every rank."""
     if generator.world.rank == 0:
-        print_piece(prompt)
+        print_piece(text)
     try:
-        (written,) = generator.write([made], aloud=True)
+        (written,) = generator.write([prompt], aloud=True)
     finally:
         if generator.world.rank == 0:
             print(flush=True)
     generator.tell_end(written)
-    return prompt + written.text
+    return text + written.text
 
 
 def write_file(generator: Generator, asked: GenerateConfig) -> None:
@@ -171,11 +175,21 @@ def converse(generator: Generator) -> None:
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # a line that is no UTF-8 is told like any other wrong prompt
     while (line := control.share(ask() if control.first else None)) is not None:
+        # Only what all ranks raise alike; one alone may lack memory, say, and would leave the others waiting for it.
         try:
-            write_one(generator, line)
-        except (ValueError, FloatingPointError) as error:  # the same on every rank
-            if control.first:
-                print_problems(error)
+            prompt = generator.prompt_of(line)
+        except ValueError as error:
+            _tell(control, error)
+            continue
+        try:
+            write_one(generator, line, prompt)
+        except FloatingPointError as error:
+            _tell(control, error)
+
+
+def _tell(control: Control, error: Exception) -> None:
+    if control.first:
+        print_problems(error)
 
 
 def ask() -> str | None:
@@ -197,7 +211,7 @@ def run(request: Request) -> str | None:
         generator = Generator(request, trained)
         with mistakes():
             if asked.prompt is not None:
-                return write_one(generator, asked.prompt)
+                return write_one(generator, asked.prompt, generator.prompt_of(asked.prompt))
             if asked.output is not None:
                 write_file(generator, asked)
                 return None

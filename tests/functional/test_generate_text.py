@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron import mpu
-from megatron.model import CachedRows
+from megatron.model import CachedRows, KeyValueCache
 from megatron.tasks.next_token import SplitGPT
 from megatron.tasks.sampling import NO_NUMBERS
 from megatron.tasks.trained import load_gpt, parse_request, stored_config
@@ -242,6 +242,27 @@ def test_a_model_that_gives_no_numbers_is_told(
     told = capsys.readouterr()
     asked = "prompt (Ctrl-D ends)> "
     assert (told.out, told.err) == (f"{asked}1\n{asked}2\n{asked}\n", f"error: {NO_NUMBERS}\n" * 2)
+
+
+def test_memory_that_does_not_suffice_ends_a_conversation(
+    checkpoints: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For it may be that of one rank alone, without which the others cannot go on."""
+
+    def full(self: SplitGPT, rows: int, columns: int) -> KeyValueCache:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(SplitGPT, "new_cache", full)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("word\n1\n2\n"))
+    with pytest.raises(SystemExit) as caught:
+        tool()["main"](["--load", checkpoints, "--distributed-backend", "gloo"])
+    assert caught.value.code == 2
+    told = capsys.readouterr()
+    asked = "prompt (Ctrl-D ends)> "
+    assert told.out == f"{asked}{asked}1\n"
+    wrong, memory = told.err.splitlines()
+    assert "not 'word'" in wrong
+    assert "there is not enough memory for the keys and values of 1 texts" in memory
 
 
 def other_tokenizer(folder: Path) -> list[str]:
