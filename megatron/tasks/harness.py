@@ -47,23 +47,23 @@ class HarnessModel(LM):  # type: ignore[misc]
         if lm_eval is None:
             raise ValueError(_INSTALL)
         super().__init__()
-        self.asked = False  # anything yet
+        self.was_asked = False  # anything yet
         self._answers = Answers(SplitGPT(trained.model, trained.world.device), trained.tokenizer, micro_batch_size)
         self._length = length
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
         """See `Answers.likelihoods`."""
-        self.asked = True
+        self.was_asked = True
         return self._answers.likelihoods([request.args for request in requests])
 
     def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
         """See `Answers.whole_texts`."""
-        self.asked = True
+        self.was_asked = True
         return self._answers.whole_texts([request.args[0] for request in requests])
 
     def generate_until(self, requests: list[Any]) -> list[str]:
         """See `Answers.written`, and `wish_of`."""
-        self.asked = True
+        self.was_asked = True
         asked = [request.args for request in requests]
         return self._answers.written([wish_of(context, kwargs, self._length) for context, kwargs in asked])
 
@@ -174,7 +174,7 @@ def _simple_evaluate(model: HarnessModel, asked: HarnessConfig, manager: Any) ->
             task_manager=manager,
         )
     except Exception as error:
-        if model.asked:
+        if model.was_asked:
             raise
         told = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"--tasks {' '.join(asked.tasks)}: the harness cannot begin with it: {told}") from error

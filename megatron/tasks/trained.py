@@ -28,6 +28,7 @@ from megatron.training.state import layout
 from megatron.training.stored import stored_precision
 
 _THE_CHECKPOINT = "the checkpoint says it"
+_ONLY_WEIGHTS = "only the weights are read"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +73,9 @@ class TrainedRequest(ComposedConfig):
         "num-attention-heads VALUE": _THE_CHECKPOINT,
         "max-position-embeddings VALUE": _THE_CHECKPOINT,
         "seq-length VALUE": _THE_CHECKPOINT,
+        "use-checkpoint-args": "the checkpoint always says its sizes",
+        "no-load-optim": _ONLY_WEIGHTS,
+        "no-load-rng": _ONLY_WEIGHTS,
         "checkpoint-activations": "it is for training",
     }
 

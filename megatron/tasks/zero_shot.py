@@ -20,8 +20,6 @@ from megatron.training.memory import memory_needed
 
 ZERO_SHOT_TASKS = ("WIKITEXT103", "LAMBADA")
 
-_ONLY_WEIGHTS = "only the weights are read"
-
 
 @dataclasses.dataclass(frozen=True)
 class ZeroShotConfig(Config):
@@ -70,8 +68,6 @@ class ZeroShotRequest(TrainedRequest):
     ignored_flags = {
         **IGNORED,
         **{name: why for name, why in TrainedRequest.ignored_flags.items() if not name.startswith("seq-length")},
-        "no-load-optim": _ONLY_WEIGHTS,
-        "no-load-rng": _ONLY_WEIGHTS,
         "seed VALUE": "nothing is drawn",
     }
 

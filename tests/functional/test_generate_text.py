@@ -138,6 +138,15 @@ def test_a_line_that_is_no_utf8_ends_no_conversation(
     assert re.fullmatch(r"error: .*udcff.*\n", told.err)
 
 
+def test_flags_of_sizes_and_of_training_mean_nothing_here(checkpoints: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--num-layers", "9", "--seq-length", "1024", "--use-checkpoint-args", "--no-load-optim", "--no-load-rng"]
+    asked = ["--load", checkpoints, "--prompt", "1 2", "--out-seq-length", "0", "--distributed-backend", "gloo"]
+    tool()["main"]([*asked, *words])
+    *ignored, text = capsys.readouterr().out.splitlines()
+    assert text == "1 2"
+    assert {line.split()[0] for line in ignored} == {word for word in words if word.startswith("--")}
+
+
 def test_letters_that_the_terminal_lacks_end_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     told = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(told, encoding="latin-1"))
