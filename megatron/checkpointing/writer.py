@@ -1,5 +1,6 @@
 """Writes the pieces of one rank as a safetensors file, block by block, with a checksum for each block."""
 
+import contextlib
 import dataclasses
 import os
 import queue
@@ -51,9 +52,11 @@ def write_pieces(path: Path, pieces: Sequence[NewPiece], block_bytes: int) -> li
 class _Flusher:
     """Has a thread send to the disk what is written already, a block after another, while more is being written.
 
-    So the disk is at work from the first block on, and little is left for the fsync at the end. Context manager, whose
-    end waits for the thread. Raises OSError, as soon as it is known, where the disk has failed: the system tells that
-    once, so that the fsync at the end may not hear of it.
+    So the disk is at work from the first block on, and little is left for the fsync at the end. What is on the disk
+    leaves the page cache, so that a save takes a few blocks of it, again and again, however large it is: to find memory
+    for the whole file can take the system longer than to write it. Context manager, whose end waits for the thread.
+    Raises OSError, as soon as it is known, where the disk has failed: the system tells that once, so that the fsync at
+    the end may not hear of it.
     """
 
     def __init__(self, descriptor: int, block_bytes: int) -> None:
@@ -85,12 +88,20 @@ class _Flusher:
         while self._asked.get():
             try:
                 getattr(os, "fdatasync", os.fsync)(self._descriptor)  # not every system has the first
+                _forget(self._descriptor)
             except OSError as error:
                 self._failure = self._failure or error
 
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+def _forget(descriptor: int) -> None:
+    """Let go of what the page cache has of a file and the disk too. A wish: where it cannot be, nothing is lost."""
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _header(pieces: Sequence[NewPiece], file: str) -> bytes:

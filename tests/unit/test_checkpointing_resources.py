@@ -2,17 +2,23 @@
 
 import contextlib
 import multiprocessing
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron.base.rectangles import Rectangle
 from megatron.checkpointing import BackgroundSaver, load_checkpoint, save, save_checkpoint
 from megatron.checkpointing.checksum import CHUNK_BYTES
+from megatron.checkpointing.writer import NewPiece, write_pieces
 from megatron.mpu.sharding import Sharding
 
 BLOCK = 16 * 2**20
@@ -93,3 +99,26 @@ def test_one_block_is_held_and_only_what_is_wanted_is_read(tmp_path: Path, kind:
     for part, blocks, chunks in (("rows", 1, 0), ("columns", 2, 2)):
         assert costs[part] <= chunks * CHUNK_BYTES + SMALL
         assert blocks * BLOCK <= costs[f"{part}: read"] <= blocks * BLOCK + SMALL
+
+
+def in_page_cache(path: Path) -> int:
+    """The bytes of a file that the system holds in memory."""
+    words = ["fincore", "--bytes", "--noheadings", "--output", "RES", str(path)]
+    return int(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+
+
+def test_a_save_leaves_the_page_cache_to_others(tmp_path: Path) -> None:
+    if shutil.which("fincore") is None:
+        pytest.skip("there is no fincore here, which tells what of a file is in memory")
+    block, plain = 2**20, tmp_path / "plain"
+    plain.write_bytes(bytes(4 * block))
+    with open(plain, "rb") as stream:
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if in_page_cache(plain) > 0:
+        pytest.skip(f"{tmp_path} is in memory, where files are nowhere else")
+    values = torch.arange(8 * block, dtype=torch.float32)
+    (tmp_path / "saved").mkdir()
+    write_pieces(tmp_path / "saved" / "f", [NewPiece("t", Rectangle.whole(values.shape), values)], block)
+    assert in_page_cache(tmp_path / "saved" / "f") < 4 * block
+    assert torch.equal(load_file(tmp_path / "saved" / "f")["t@0"], values)
