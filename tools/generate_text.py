@@ -74,12 +74,13 @@ class GenerateConfig(Config):
         """Whether the files can be read and written."""
         found = []
         source, output = self.sample_input_file, self.output
+        named = f"{'--genfile' if self.genfile else '--sample-output-file'} {output}"
         if source is not None and not Path(source).is_file():
             found.append(f"--sample-input-file {source}: there is no such file")
         if source is not None and output is not None and Path(source).resolve() == Path(output).resolve():
-            found.append(f"--sample-output-file {output}: it is the file of the prompts")
+            found.append(f"{named}: it is the file of the prompts")
         if output is not None and (why := file_problem(output)):
-            found.append(f"{output}: {why}")
+            found.append(f"{named}: {why}")
         return found
 
 

@@ -219,7 +219,10 @@ def test_mistakes_are_told(checkpoints: str, tmp_path: Path, capsys: pytest.Capt
         ([*here, "--sample-input-file", files["word.jsonl"]], "not 'word'"),
         ([*here, "--sample-input-file", str(tmp_path / "latin")], "it is not UTF-8"),
         ([*here, "--sample-input-file", files["empty"], "--sample-output-file", files["empty"]], "file of the prompts"),
-        ([*here, "--num-samples", "2", "--genfile", str(tmp_path / "none" / "x")], "there is no folder"),
+        (
+            [*here, "--num-samples", "2", "--genfile", str(tmp_path / "none" / "x")],
+            f"--genfile {tmp_path}/none/x: it must be",
+        ),
         ([*here, "--prompt", "1", "--vocab-size", "50"], "--vocab-size is not known"),
         ([*here, "--prompt", "1", "--tokenizer-type", "GPT2BPETokenizer"], "needs --vocab-file and --merge-file"),
         ([*here, "--prompt", "1", *other_tokenizer(tmp_path)], f"has {VOCAB_SIZE}: it is not the tokenizer of"),

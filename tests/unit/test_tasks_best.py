@@ -28,7 +28,7 @@ def test_an_epoch_that_could_not_be_kept_is_not_the_best(tmp_path: Path, monkeyp
             raise SaveError("the disk is full")
         kept.append(run.trainee.state.iteration)
 
-    monkeypatch.setattr(best, "_save", lambda run, *rest: save(run, *rest))
+    monkeypatch.setattr(best, "_save", save)
     seen = []
     for epoch, right in enumerate((3, 8, 5, 4), 1):
         run: Any = SimpleNamespace(
